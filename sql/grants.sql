@@ -1,0 +1,43 @@
+-- Purpose: who may call what. Deny by default; reader, operator, agent and reconciler are siblings, not parent and
+-- child: an agent must not be able to settle for others, a reconciler must not be able to clear.
+revoke all on all tables in schema settle from public;
+revoke all on all routines in schema settle from public;
+grant usage on schema settle to settle_reconciler, settle_agent, settle_operator, settle_reader;
+grant execute on function settle.contract_version() to settle_reconciler, settle_agent, settle_operator, settle_reader;
+
+grant execute on function settle.open_pass(text, text, text) to settle_reconciler;
+grant execute on function settle.settle_pods(bigint, jsonb) to settle_reconciler;
+grant execute on function settle.close_pass(bigint, boolean, uuid[]) to settle_reconciler;
+grant execute on function settle.classify(jsonb) to settle_reconciler, settle_operator, settle_reader;
+
+grant execute on procedure
+settle.succeed(uuid, integer, text, text, text, integer, text),
+settle.fail(uuid, integer, text, text, integer, text, text, text, integer, text),
+settle.reschedule(uuid, integer, timestamptz, text, text, text, integer, text),
+settle.mark_failed(uuid, text, text, text, text, integer, text),
+settle.clear(uuid, text, text, text, integer, text)
+to settle_operator;
+grant execute on function settle.register_listener(text), settle.unregister_listener(text) to settle_operator;
+
+-- Configuration is plain rows: the constraints refuse what cannot be.
+grant select, update (value) on settle.setting to settle_operator;
+grant select, insert, update, delete on settle.refund_policy, settle.failure_rule to settle_operator;
+grant select on settle.setting, settle.refund_policy, settle.failure_rule to settle_reader, settle_reconciler;
+
+grant select on settle.unsettled, settle.settlements, settle.refunds, settle.failures, settle.passes
+to settle_reader, settle_operator, settle_reconciler;
+
+-- What only some hosts have: an orchestrator's calls.
+do $$
+declare
+    v_routine regprocedure;
+begin
+    for v_routine in
+        select p.oid
+        from pg_catalog.pg_proc as p
+        where p.pronamespace = 'settle'::regnamespace and p.proname in ('create_task', 'dispatch', 'started')
+    loop
+        execute format('grant execute on routine %s to settle_operator', v_routine);
+    end loop;
+end
+$$;
