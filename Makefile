@@ -1,0 +1,48 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Everything runs from the virtual environment; the stamp makes set-up a one-time cost.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[embedded,test]'
+	@touch $@
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(VENV)/.ready ## set up the virtual environment that every target uses
+
+.PHONY: demo
+demo: $(VENV)/.ready ## settle recorded pods into an embedded Postgres and show what was saved
+	$(BIN)/podsettle demo
+
+.PHONY: test
+test: $(VENV)/.ready ## run the tests (embedded Postgres; containers too where a Docker engine answers)
+	$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: $(VENV)/.ready ## check style and types of Python and SQL
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/sqlfluff lint --disable-progress-bar sql
+
+.PHONY: format
+format: $(VENV)/.ready ## format the Python code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(VENV)/.ready ## measure, as ratios in one run
+	$(BIN)/python -m pytest -q -s tests/bench
+
+.PHONY: clean
+clean: ## stop the embedded Postgres of the demo and remove what was built here
+	-@test -x $(BIN)/podsettle && $(BIN)/podsettle demo --stop
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
