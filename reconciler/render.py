@@ -1,0 +1,198 @@
+"""What a person or a program reads: tables, JSON lines, log lines. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Final, TextIO
+from uuid import UUID
+
+import structlog
+from rich.console import Console
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from reconciler import text
+
+FIELDS: Final = (
+    "pod",
+    "namespace",
+    "task_instance_id",
+    "try_number",
+    "final",
+    "verdict",
+    "from_record",
+    "failure_kind",
+    "reason",
+    "rule",
+    "disposition",
+    "previous_state",
+    "state",
+    "why",
+)
+"""The keys of one pod's object, in order (docs/commands.md)."""
+
+_DISPOSITION_STYLES: Final = {
+    "settled": "green",
+    "overrode": "green",
+    "confirmed": "green",
+    "suspected": "yellow",
+    "unmatched": "red",
+}
+_QUIET: Final = frozenset({"duplicate", "not_final", "stale"})
+_MOST_ROWS: Final = 200
+
+
+def start_logs(stream: TextIO | None = None) -> None:
+    """Send JSON events to standard error, one a line."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer(ensure_ascii=True),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(stream or sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def console() -> Console:
+    """Return standard output for people; what is no terminal gets lines of 140 characters."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=140)
+
+
+def log() -> Any:
+    """Return the logger of structured events."""
+    return structlog.get_logger()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, UUID):
+        return str(value)
+    return str(value)
+
+
+def json_line(row: Mapping[str, Any], extra: Iterable[str] = ()) -> str:
+    """Return one pod as one line of ASCII JSON: nothing in it can forge a line or steer a terminal.
+
+    Args:
+        row: The fields by name; what is missing is null.
+        extra: Further keys to append.
+    """
+    picked = {name: row.get(name) for name in (*FIELDS, *extra)}
+    return json.dumps(picked, default=_plain, ensure_ascii=True, separators=(",", ":"))
+
+
+def cell(value: object, limit: int = 120) -> str:
+    """Return a value as one safe cell of a table."""
+    if value is None:
+        return "-"
+    if value is True or value is False:
+        return "yes" if value else "no"
+    return escape_markup(text.escape(text.clip(str(value), limit)))
+
+
+class PassTable:
+    """The pods of a pass for a person: what moved or needs a look; the rest is counted.
+
+    Memory stays flat: at most 200 rows are kept, JSON lines have all of them.
+    """
+
+    def __init__(self, *, dry_run: bool) -> None:
+        title = "what would happen (dry run, nothing was written)" if dry_run else "this pass"
+        self._table = Table(title=title, title_justify="left", header_style="bold")
+        for column in ("pod", "try", "verdict", "disposition"):
+            self._table.add_column(column, overflow="fold")
+        self._table.add_column("why", overflow="fold", ratio=1)
+        self._hidden = 0
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a page of rows."""
+        for row in rows:
+            if row["disposition"] in _QUIET:
+                continue
+            if self._table.row_count >= _MOST_ROWS:
+                self._hidden += 1
+                continue
+            state = row["disposition"]
+            if row["state"] != row["previous_state"]:
+                state = f"{state}: {row['previous_state']} -> {row['state']}"
+            self._table.add_row(
+                cell(row["pod"]),
+                cell(row["try_number"]),
+                cell(" ".join(row[k] for k in ("verdict", "failure_kind", "reason") if row[k])),
+                cell(state),
+                cell(row["why"], 240),
+                style=_DISPOSITION_STYLES.get(row["disposition"]),
+            )
+
+    def show(self, console: Console, counts: Mapping[str, int]) -> None:
+        """Print the table and one line of counts."""
+        if self._table.row_count:
+            console.print(self._table)
+        if self._hidden:
+            console.print(f"… and {self._hidden} more; --output json shows all")
+        told = ", ".join(
+            f"{n} {name}" for name, n in sorted(counts.items()) if name != "pods" and n
+        )
+        console.print(f"{counts.get('pods', 0)} pods: {told or 'nothing to do'}")
+
+
+def print_explanations(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print, for each pod, the verdict, the rule that gave it, and the facts that it read."""
+    for row in rows:
+        told = [str(row[name]) for name in ("verdict", "failure_kind", "reason") if row[name]]
+        if not row["final"]:
+            told.insert(0, "not final")
+        why = f"rule {row['rule']}: {row['why']}" if row["rule"] else row["why"]
+        if row["silence"] and not row["final"]:
+            why += f"; if it stays so: failed {row['overdue_kind']} {row['overdue_reason']}"
+        console.print(f"[bold]{cell(row['facts']['pod'])}[/bold]  {cell(' '.join(told))}")
+        console.print(f"    {cell(why, 400)}", highlight=False)
+        console.print(f"    {cell(facts_line(row['facts']), 600)}", highlight=False, style="dim")
+
+
+def facts_line(facts: Mapping[str, Any]) -> str:
+    """Return the facts that a verdict rests on, in one line."""
+    container = facts["container"]
+    told = [f"phase {facts['phase']}"]
+    if facts["pod_reason"]:
+        told.append(f"pod reason {facts['pod_reason']}")
+    if facts["pod_message"]:
+        told.append(f"pod message {facts['pod_message'].strip()!r}")
+    ended = f"container {container['name']} {container['state']}"
+    if container["reason"]:
+        ended += f" {container['reason']}"
+    if container["exit_code"] is not None:
+        ended += f" exit {container['exit_code']}"
+    if container["finished_at"]:
+        ended += f" at {container['finished_at']}"
+    told.append(ended)
+    if facts["restarts"]:
+        told.append("container may be restarted")
+    told.extend(
+        f"{c['type']}={c['status']} {c['reason']} at {c['at']}"
+        for c in facts["conditions"]
+        if c["type"] in ("DisruptionTarget", "TerminationTarget")
+    )
+    if facts["deletion_at"]:
+        told.append(
+            f"deletion at {facts['deletion_at']}, grace "
+            f"{facts['deletion_grace_seconds']}/{facts['termination_grace_seconds']} s"
+        )
+    if facts["init"]:
+        told.append(f"init container {facts['init']['name']} {facts['init']['state']}")
+    if facts["record"]:
+        told.append(
+            "record " + json.dumps({k: v for k, v in facts["record"].items() if v is not None})
+        )
+    elif facts["record_problem"]:
+        told.append(f"no record: {facts['record_problem']}")
+    return "; ".join(told)
