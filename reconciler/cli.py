@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from reconciler import __version__, database, passes, pods, render
+from reconciler.install import UnknownHost, script_for_psql
 from reconciler.install import install as install_sql
-from reconciler.install import script_for_psql
 
 INCOMPLETE: Final = 3
 DATABASE: Final = 4
@@ -45,6 +45,8 @@ class Commands(click.Group):
             raise Refusal(refused, KUBERNETES) from refused
         except pods.NoSuchPods as missing:
             raise click.UsageError(f"--pods: {missing}", ctx) from missing
+        except UnknownHost as unknown:
+            raise click.UsageError(str(unknown), ctx) from unknown
 
 
 def option(*names: str, env: str, **how: Any) -> Callable[..., Any]:

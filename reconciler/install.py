@@ -28,6 +28,10 @@ _RECORD: Final[LiteralString] = (
 )
 
 
+class UnknownHost(ValueError):  # noqa: N818 -- a wrong command line, not an error of the program
+    """There is no such host file."""
+
+
 @dataclass(frozen=True)
 class Script:
     """One SQL file.
@@ -68,7 +72,7 @@ def steps(host: str = "standalone") -> tuple[Step, ...]:
         Each migration, all routines, the host, the views, the grants.
 
     Raises:
-        DatabaseRefused: There is no such host.
+        UnknownHost: There is no such host.
     """
     folder = resources.sql_folder()
 
@@ -78,15 +82,13 @@ def steps(host: str = "standalone") -> tuple[Step, ...]:
     if host.endswith(".sql"):
         path = Path(host)
         if not path.is_file():
-            raise DatabaseRefused(f"--host {host}: there is no such file")
+            raise UnknownHost(f"--host {host}: there is no such file")
         host_script = Script(f"hosts/{path.name}", path.read_text(encoding="utf-8"))
     else:
         path = folder / "hosts" / f"{host}.sql"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in (folder / "hosts").glob("*.sql")))
-            raise DatabaseRefused(
-                f"--host {host} is unknown; known: {known}, or a path to a .sql"
-            )
+            raise UnknownHost(f"--host {host} is unknown; known: {known}, or a path to a .sql")
         host_script = read(path)
     return (
         *(Step((read(path),)) for path in sorted((folder / "migrations").glob("*.sql"))),
@@ -108,6 +110,7 @@ def install(connection: Connection, host: str = "standalone") -> list[str]:
         The names of the scripts that were applied; empty if nothing had changed.
 
     Raises:
+        UnknownHost: See `steps`.
         DatabaseRefused: The server is too old, a migration was changed after it was applied, the
             database has another host, or the server refuses.
     """
