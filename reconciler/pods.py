@@ -1018,6 +1018,10 @@ class _Document:
             self._check_kind()
         except _Malformed as malformed:
             return str(malformed)
+        if self.is_list and "items" not in self.top:
+            return "is a list with no items"
+        if self.is_list and self.top["items"] is not None:
+            return f"is a list whose items are {_json_type(self.top['items'])}"
         if self.is_list and _text(_dict(self.top, "metadata"), "continue", _MAX_WORD):
             return "is one page of a longer list (metadata.continue is set)"
         return None
@@ -1341,13 +1345,19 @@ class _ApiReader:
         ) from error
 
     def _unreachable(self, error: Exception) -> _NoPage:
-        cause = getattr(error, "reason", None)
-        told = text.escape(text.clip(str(cause or error) or type(error).__name__, _MAX_WORD))
         return _NoPage(
-            f"no answer from Kubernetes at {self._address} to list pods {self._where}: {told}; "
-            "check the network and KUBECONFIG",
+            f"no answer from Kubernetes at {self._address} to list pods {self._where}: "
+            f"{_transport_cause(error)}; check the network and KUBECONFIG",
             refused=False,
         )
+
+
+def _transport_cause(error: Exception) -> str:
+    cause = getattr(error, "reason", None) or error
+    # Protocol errors repeat themselves in their arguments; the others name a connection object.
+    told = cause.args[0] if isinstance(cause, urllib3.exceptions.ProtocolError) else cause
+    plain = re.sub(r"^<?HTTPS?Connection(?:Pool)?\b.*?[)>]: ", "", str(told)).rstrip(".")
+    return text.escape(text.clip(plain or type(error).__name__, _MAX_WORD))
 
 
 def _read_page(body: bytes, where: str, batch: _Batch) -> str | None:
@@ -1364,8 +1374,9 @@ def _read_page(body: bytes, where: str, batch: _Batch) -> str | None:
     if isinstance(items, list):
         for number, item in enumerate(items, start=1):
             batch.add(item, f"{where}, item {number}")
-    elif items is not None:
-        batch.lose(f"{where}: items is {_json_type(items)}, not a list")
+    elif items is not None or "items" not in page:
+        # Null is Go's empty list; anything else must not pass for one.
+        batch.lose(f"{where}: the API server's answer holds no list of items")
     return _text(_dict(page, "metadata"), "continue", 1 << 16)
 
 

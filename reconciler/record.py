@@ -126,7 +126,7 @@ def decode(
         try:
             return _read(candidate, attempt_id, attempt_epoch)
         except _Refused as refused:
-            if refused.rank > best.rank or refused.rank == best.rank == _BROKEN:
+            if refused.rank > best.rank:
                 best = refused
     return NoRecord(best.cause)
 
