@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from reconciler import __version__, database, passes, pods, render
+from reconciler import listing as source
 from reconciler.install import UnknownHost, script_for_psql
 from reconciler.install import install as install_sql
 
@@ -41,9 +42,9 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except database.DatabaseRefused as refused:
             raise Refusal(refused, DATABASE) from refused
-        except (pods.KubernetesRefused, pods.KubernetesUnreachable) as refused:
+        except (source.KubernetesRefused, source.KubernetesUnreachable) as refused:
             raise Refusal(refused, KUBERNETES) from refused
-        except pods.NoSuchPods as missing:
+        except source.NoSuchPods as missing:
             raise click.UsageError(f"--pods: {missing}", ctx) from missing
         except UnknownHost as unknown:
             raise click.UsageError(str(unknown), ctx) from unknown
@@ -110,7 +111,7 @@ def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--page-size",
                 env="PAGE_SIZE",
                 type=click.IntRange(1, 5000),
-                default=pods.PAGE_SIZE,
+                default=source.PAGE_SIZE,
                 show_default=True,
                 help="Pods a page, settled in one transaction.",
             ),
@@ -143,7 +144,8 @@ def listing_of(
     container: str | None,
     pods_path: str | None,
     page_size: int,
-) -> tuple[pods.Listing, str | None]:
+    name: str | None = None,
+) -> tuple[source.Listing, str | None]:
     """Return the pods that the options choose, and the namespace they are from (None: all)."""
     if namespace and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other")
@@ -151,15 +153,18 @@ def listing_of(
     if pods_path is not None:
         if selector is not None:
             raise click.UsageError("--selector is for the API; with --pods let kubectl -l select")
-        files = pods.read_files(pods_path, profile=chosen, container=container, page_size=page_size)
+        files = source.read_files(
+            pods_path, profile=chosen, container=container, page_size=page_size
+        )
         return files, namespace
-    cluster = pods.connect(context)
-    listing = pods.read_api(
+    cluster = source.connect(context)
+    listing = source.read_api(
         cluster,
         profile=chosen,
         namespace=namespace,
         all_namespaces=all_namespaces,
         selector=selector,
+        name=name,
         container=container,
         page_size=page_size,
     )
@@ -306,20 +311,13 @@ def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> Non
     if (pod is None) == (choice["pods_path"] is None):
         raise click.UsageError("name one POD of the cluster, or give --pods")
     with connected(dsn) as connection:
-        if pod is not None:
-            listing = pods.read_pod(
-                pods.connect(choice["context"]),
-                pod,
-                profile=pods.PROFILES[choice["profile"]],
-                namespace=choice["namespace"],
-                container=choice["container"],
-            )
-        else:
-            listing, _ = listing_of(**choice)
+        listing, _ = listing_of(name=pod, **choice)
+        found = 0
         console = render.console()
         with progress("explaining") as advance:
             for rows in passes.classify(database.Settle(connection), listing):
                 advance(len(rows))
+                found += len(rows)
                 if output == "table":
                     render.print_explanations(console, rows)
                     continue
@@ -337,6 +335,8 @@ def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> Non
                             named, ("silence", "overdue_kind", "overdue_reason", "facts")
                         )
                     )
+    if pod is not None and not found and listing.complete:
+        raise click.UsageError(f"there is no pod {pod!r} in that namespace")
     finish(listing.incomplete_because, listing.problems)
 
 

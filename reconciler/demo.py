@@ -17,7 +17,7 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from reconciler import database, passes, pods, resources
+from reconciler import database, listing, passes, pods, resources
 from reconciler.install import install
 from reconciler.render import cell
 
@@ -85,7 +85,7 @@ def run(console: Console) -> None:
             rows: list[database.Row] = []
             passes.run(
                 database.Settle(connection),
-                pods.read_files(str(folder), profile=pods.PROFILES["podsettle"]),
+                listing.read_files(str(folder), profile=pods.PROFILES["podsettle"]),
                 namespace=None,
                 profile="podsettle",
                 source="files",

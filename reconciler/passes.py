@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from reconciler.database import Row, Settle
-from reconciler.pods import Listing
+from reconciler.listing import Listing
 
 _OTHERS: Final = frozenset({"stale", "unmatched"})
 

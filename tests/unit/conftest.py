@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "unit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unit")
 
 CORPUS = Path(__file__).parent.parent / "corpus"

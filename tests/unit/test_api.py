@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 import urllib3
 
-from reconciler.pods import (
-    PROFILES,
+from reconciler.listing import (
     Cluster,
     KubernetesRefused,
     KubernetesUnreachable,
     Listing,
-    PodFacts,
     _patience,
     connect,
     read_api,
 )
+from reconciler.pods import PROFILES, PodFacts
 from tests.unit import fake_api
 from tests.unit.fake_api import FakeApi, Fault, Pod, expired, status
 
