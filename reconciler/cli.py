@@ -24,6 +24,9 @@ INCOMPLETE: Final = 3
 DATABASE: Final = 4
 KUBERNETES: Final = 5
 
+CLOCK_SKEW_WARN: Final = 5.0
+"""Seconds between API server and database that are worth a word."""
+
 
 class Refusal(click.ClickException):
     """A sentence on standard error and an exit code of our own."""
@@ -44,6 +47,8 @@ class Commands(click.Group):
             raise Refusal(refused, DATABASE) from refused
         except (source.KubernetesRefused, source.KubernetesUnreachable) as refused:
             raise Refusal(refused, KUBERNETES) from refused
+        except passes.PassBusy as busy:
+            raise Refusal(f"{busy}; --wait says how long to wait", INCOMPLETE) from busy
         except source.NoSuchPods as missing:
             raise click.UsageError(f"--pods: {missing}", ctx) from missing
         except UnknownHost as unknown:
@@ -68,7 +73,7 @@ output_option = option(
     type=click.Choice(["table", "json"]),
     default="table",
     show_default=True,
-    help="json: one object a pod and line.",
+    help="json: one object a pod and line; status: one object.",
 )
 
 
@@ -256,18 +261,34 @@ def install(dsn: str | None, host: str, print_only: bool) -> None:
     show_envvar=True,
     help="Run the real procedures and roll back.",
 )
+@option(
+    "--wait",
+    env="WAIT",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for another pass of the same scope.",
+)
 @output_option
-def reconcile(dsn: str | None, complete: bool, dry_run: bool, output: str, **choice: Any) -> None:
+def reconcile(
+    dsn: str | None, complete: bool, dry_run: bool, wait: float, output: str, **choice: Any
+) -> None:
     """Run one pass: list pods, settle what they say."""
-    if complete and choice["pods_path"] is None:
+    from_api = choice["pods_path"] is None
+    if complete and from_api:
         raise click.UsageError("--complete is for --pods; a list from the API says so itself")
-    with connected(dsn) as connection, contextlib.ExitStack() as around:
+    table = render.PassTable(dry_run=dry_run)
+    with connected(dsn) as connection, progress("settling") as advance:
         settle = database.Settle(connection)
         listing, namespace = listing_of(**choice)
-        if dry_run:
-            around.enter_context(passes.rolled_back(settle))
-        table = render.PassTable(dry_run=dry_run)
-        advance = around.enter_context(progress("settling"))
+        scope = passes.Scope(
+            namespace=namespace,
+            profile=choice["profile"],
+            source="api" if from_api else "files",
+            # Pods that a selector of one's own leaves out are not absent.
+            judges_absence=complete or (from_api and choice["selector"] is None),
+        )
 
         def show(rows: list[database.Row]) -> None:
             advance(len(rows))
@@ -277,28 +298,37 @@ def reconcile(dsn: str | None, complete: bool, dry_run: bool, output: str, **cho
             else:
                 table.add(rows)
 
-        done = passes.run(
-            settle,
-            listing,
-            namespace=namespace,
-            profile=choice["profile"],
-            source="api" if choice["pods_path"] is None else "files",
-            judges_absence=complete or choice["pods_path"] is None,
-            on_rows=show,
-        )
+        if dry_run:
+            done = passes.dry_run(settle, listing, scope, show)
+        else:
+            done = passes.run(settle, listing, scope, show, lease_wait=wait)
     if output == "table":
         table.show(render.console(), done.counts)
-    render.log().info(
+    tell(done, scope)
+    finish(done.incomplete_because, done.problems)
+
+
+def tell(done: passes.Pass, scope: passes.Scope) -> None:
+    """Log what a pass did, and a clock that is off."""
+    logger = render.log()
+    skew = None if done.clock_offset is None else done.clock_offset.total_seconds()
+    if skew is not None and abs(skew) > CLOCK_SKEW_WARN:
+        logger.warning(
+            "clock skew",
+            seconds=round(skew, 1),
+            meaning="the API server's clock minus the database's; check NTP on both",
+        )
+    logger.info(
         "pass finished",
-        pass_id=done.id,
-        dry_run=dry_run,
-        namespace=namespace,
-        profile=choice["profile"],
+        pass_id=done.id or None,
+        dry_run=done.id == 0,
+        namespace=scope.namespace,
+        profile=scope.profile,
         complete=done.incomplete_because is None,
+        clock_offset=skew,
         seconds=round(done.seconds, 3),
         **done.counts,
     )
-    finish(done.incomplete_because, done.problems)
 
 
 @main.command()
@@ -338,6 +368,25 @@ def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> Non
     if pod is not None and not found and listing.complete:
         raise click.UsageError(f"there is no pod {pod!r} in that namespace")
     finish(listing.incomplete_because, listing.problems)
+
+
+@main.command()
+@dsn_option
+@click.option(
+    "--output",
+    "-o",
+    envvar="PODSETTLE_OUTPUT",
+    type=click.Choice(["table", "json"]),
+    default="table",
+)
+def status(dsn: str | None, output: str) -> None:
+    """Show what is unsettled, what is suspected and for how long yet, and the last passes."""
+    with connected(dsn) as connection:
+        sections = database.Settle(connection).status()
+    if output == "json":
+        click.echo(render.json_document(sections))
+    else:
+        render.print_status(render.console(), sections)
 
 
 @main.command()

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, LiteralString
+from typing import Any, Final, LiteralString, cast
 
 import platformdirs
 import psycopg
@@ -206,15 +207,39 @@ class Settle:
             )
             return self.connection.execute(statement, arguments).fetchall()
 
-    def open_pass(self, *, namespace: str | None, profile: str, source: str) -> int:
-        """Open a pass over a namespace (None: all of them) and return its id."""
+    def open_pass(self, *, namespace: str | None, profile: str, source: str) -> int | None:
+        """Open a pass over a namespace (None: all of them).
+
+        Returns:
+            Its id; None while another pass of the same scope is at work (source `api` only).
+        """
         rows = self._call(
             "the pass cannot be opened",
             "select settle.open_pass(%(namespace)s::text, %(profile)s::text, %(source)s::text)"
             " as id",
             {"namespace": namespace, "profile": profile, "source": source},
         )
-        return int(rows[0]["id"])
+        found = rows[0]["id"]
+        return None if found is None else int(found)
+
+    def note_clock(self, pass_id: int, api_time: datetime, age: float) -> timedelta:
+        """Keep the API server's clock against the database's.
+
+        Args:
+            pass_id: An open pass.
+            api_time: The server's Date header.
+            age: How long ago it came, in seconds.
+
+        Returns:
+            The difference, API server minus database.
+        """
+        rows = self._call(
+            "the clocks cannot be compared",
+            "select settle.note_clock(%(pass)s::bigint, %(time)s::timestamptz,"
+            " make_interval(secs => %(age)s::double precision)) as clock_offset",
+            {"pass": pass_id, "time": api_time, "age": age},
+        )
+        return cast("timedelta", rows[0]["clock_offset"])
 
     def settle_pods(self, pass_id: int, pods: Sequence[Row]) -> list[Row]:
         """Settle one page of pod facts; returns one row a pod, in the same order."""
@@ -224,13 +249,33 @@ class Settle:
             {"pass": pass_id, "pods": Jsonb(list(pods))},
         )
 
-    def close_pass(self, pass_id: int, *, complete: bool, seen: Sequence[str]) -> None:
-        """Close a pass; `seen` are the task instances with a pod of their current attempt."""
-        self._call(
+    def close_pass(self, pass_id: int, *, complete: bool, seen: Sequence[str]) -> list[Row]:
+        """Close a pass; `seen` are the task instances with a pod of their current attempt.
+
+        Returns:
+            One row for each suspicion that ripened, like those of `settle_pods`.
+        """
+        return self._call(
             "the pass cannot be closed",
-            "select settle.close_pass(%(pass)s::bigint, %(complete)s::boolean, %(seen)s::uuid[])",
+            "select * from"
+            " settle.close_pass(%(pass)s::bigint, %(complete)s::boolean, %(seen)s::uuid[])",
             {"pass": pass_id, "complete": complete, "seen": list(seen)},
         )
+
+    def status(self) -> Row:
+        """Return what `podsettle status` shows, by section."""
+        sections: dict[str, LiteralString] = {
+            "unsettled": "select state, count(*) as n, max(age) as oldest from settle.unsettled"
+            " group by state order by state",
+            "suspicions": "select * from settle.suspicions order by time_left, first_seen_at"
+            " limit 50",
+            "passes": "select * from settle.passes order by id desc limit 5",
+            "provisional": "select * from settle.provisional order by id desc limit 20",
+        }
+        return {
+            name: self._call("the status cannot be read", query, {})
+            for name, query in sections.items()
+        }
 
     def classify(self, pods: Sequence[Row]) -> list[Row]:
         """Return what each pod says (settle.verdict), in the same order."""

@@ -86,11 +86,10 @@ def run(console: Console) -> None:
             passes.run(
                 database.Settle(connection),
                 listing.read_files(str(folder), profile=pods.PROFILES["podsettle"]),
-                namespace=None,
-                profile="podsettle",
-                source="files",
-                judges_absence=False,
-                on_rows=rows.extend,
+                passes.Scope(
+                    namespace=None, profile="podsettle", source="files", judges_absence=False
+                ),
+                rows.extend,
             )
             after = _states(connection)
             _show(console, ids, before, after, {str(r["task_instance_id"]): r for r in rows})

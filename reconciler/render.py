@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TextIO
 from uuid import UUID
 
@@ -157,6 +157,115 @@ def print_explanations(console: Console, rows: Iterable[Mapping[str, Any]]) -> N
         console.print(f"[bold]{cell(row['facts']['pod'])}[/bold]  {cell(' '.join(told))}")
         console.print(f"    {cell(why, 400)}", highlight=False)
         console.print(f"    {cell(facts_line(row['facts']), 600)}", highlight=False, style="dim")
+
+
+def json_document(value: object) -> str:
+    """Return any answer of the database as one line of ASCII JSON."""
+    return json.dumps(value, default=_plain, ensure_ascii=True, separators=(",", ":"))
+
+
+def span(value: timedelta | None) -> str:
+    """Return a time span for a person: the two largest units."""
+    if value is None:
+        return "-"
+    seconds = int(value.total_seconds())
+    for unit, size, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
+        if seconds >= size:
+            rest = seconds % size // part
+            return f"{seconds // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds} s"
+
+
+def _sheet(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(
+            *(span(v) if isinstance(v, timedelta) else cell(_moment(v), 200) for v in row)
+        )
+    return table
+
+
+def _moment(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return value
+
+
+def _task(row: Mapping[str, Any]) -> str:
+    mapped = "" if row["map_index"] == -1 else f"[{row['map_index']}]"
+    return f"{row['dag_id']} / {row['run_id']} / {row['task_id']}{mapped}"
+
+
+def print_status(console: Console, sections: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    """Print what an operator asks first: what is open, what is doubted, whether passes run."""
+    if sections["unsettled"]:
+        for row in sections["unsettled"]:
+            console.print(f"{row['n']} {row['state']}, the oldest for {span(row['oldest'])}")
+    else:
+        console.print("nothing is unsettled")
+    if sections["suspicions"]:
+        console.print(
+            _sheet(
+                "suspected, settled when the time is up (it counts only while complete passes run)",
+                ("task", "try", "suspected for", "would become", "pod", "passes", "time left"),
+                (
+                    (
+                        _task(row),
+                        row["try_number"],
+                        row["cause"],
+                        f"failed {row['failure_kind'] or 'no kind'} {row['reason']}",
+                        row["pod"],
+                        row["passes"],
+                        row["time_left"],
+                    )
+                    for row in sections["suspicions"]
+                ),
+            )
+        )
+    if sections["provisional"]:
+        console.print(
+            _sheet(
+                "settled provisionally: a late success still replaces these",
+                ("task", "try", "state", "kind", "reason", "settled at"),
+                (
+                    (
+                        _task(row),
+                        row["try_number"],
+                        row["state"],
+                        row["failure_kind"],
+                        row["reason"],
+                        row["settled_at"],
+                    )
+                    for row in sections["provisional"]
+                ),
+            )
+        )
+    if sections["passes"]:
+        console.print(
+            _sheet(
+                "last passes",
+                ("pass", "opened", "took", "scope", "complete", "counts"),
+                (
+                    (
+                        row["id"],
+                        row["opened_at"],
+                        row["duration"],
+                        row["namespace"] or "all namespaces",
+                        "still open" if row["complete"] is None else row["complete"],
+                        ", ".join(f"{n} {name}" for name, n in sorted(row["counts"].items())),
+                    )
+                    for row in sections["passes"]
+                ),
+            )
+        )
+    else:
+        console.print("no pass has run yet: podsettle reconcile runs one")
 
 
 def facts_line(facts: Mapping[str, Any]) -> str:

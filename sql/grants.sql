@@ -7,8 +7,15 @@ grant execute on function settle.contract_version() to settle_reconciler, settle
 
 grant execute on function settle.open_pass(text, text, text) to settle_reconciler;
 grant execute on function settle.settle_pods(bigint, jsonb) to settle_reconciler;
+grant execute on function settle.note_clock(bigint, timestamptz, interval) to settle_reconciler;
 grant execute on function settle.close_pass(bigint, boolean, uuid[]) to settle_reconciler;
 grant execute on function settle.classify(jsonb) to settle_reconciler, settle_operator, settle_reader;
+
+-- An agent speaks for the attempt whose id it knows, and reads nothing.
+grant execute on function
+settle.report(text, text, integer, text, text, timestamptz),
+settle.push(text, text, jsonb)
+to settle_agent;
 
 grant execute on procedure
 settle.succeed(uuid, integer, text, text, text, integer, text),
@@ -24,7 +31,8 @@ grant select, update (value) on settle.setting to settle_operator;
 grant select, insert, update, delete on settle.refund_policy, settle.failure_rule to settle_operator;
 grant select on settle.setting, settle.refund_policy, settle.failure_rule to settle_reader, settle_reconciler;
 
-grant select on settle.unsettled, settle.settlements, settle.refunds, settle.failures, settle.passes
+grant select on settle.unsettled, settle.settlements, settle.refunds, settle.failures, settle.passes,
+settle.suspicions, settle.pushes, settle.provisional
 to settle_reader, settle_operator, settle_reconciler;
 
 -- What only some hosts have: an orchestrator's calls.

@@ -116,7 +116,7 @@ comment on function settle.create_task(text, text, text, integer, integer, inter
 -- Purpose: begins an attempt: queued, the next try_number (the same one after a reschedule), a new attempt_id.
 -- Returns: try_number and attempt_id, to be put on the pod. Raises: ST001 unknown, ST003 in a state that has an
 -- attempt.
--- Tables written: settle.task_instance. Locks: its row. Clock: now().
+-- Tables written: settle.task_instance. Locks: its row. Clock: settle.clock().
 create or replace function settle.dispatch(
     p_task_instance_id uuid, out try_number integer, out attempt_id text
 )
@@ -146,7 +146,7 @@ begin
     set state = 'queued',
         try_number = t.try_number + case when v_state = 'up_for_reschedule' then 0 else 1 end,
         attempt_id = gen_random_uuid()::text,
-        queued_at = now(),
+        queued_at = settle.clock(),
         started_at = null,
         ended_at = null,
         next_try_at = null
@@ -158,7 +158,7 @@ comment on function settle.dispatch(uuid) is 'Begins an attempt; returns its try
 
 -- Purpose: says that an attempt runs. Safe to repeat.
 -- Returns: settled, duplicate (it runs or is settled already) or stale (another attempt is current).
--- Raises: ST002 for null. Tables written: settle.task_instance. Locks: its row. Clock: now().
+-- Raises: ST002 for null. Tables written: settle.task_instance. Locks: its row. Clock: settle.clock().
 create or replace function settle.started(p_attempt_id text)
 returns text
 language plpgsql
@@ -171,7 +171,7 @@ begin
         raise exception 'an attempt_id is needed' using errcode = 'ST002', hint = 'settle.dispatch() returned it.';
     end if;
     update settle.task_instance as t
-    set state = 'running', started_at = now()
+    set state = 'running', started_at = settle.clock()
     where t.attempt_id = p_attempt_id and t.state = 'queued';
     if found then
         return 'settled';

@@ -3,8 +3,11 @@
 --   ledger, fills the outbox, calls the host's hook.
 -- Arguments: p_source pass|report|person, p_pass the pass or null, p_evidence at most a page of it.
 -- Returns: one settle.outcome for each piece of evidence, in no order.
--- Tables written: settle.task_instance (the host's), settle.settlement, settle.outbox, what the hook writes.
--- Locks: rows of settle.task_instance that may change, in id order, for update. Clock: now() of the transaction.
+-- Tables written: settle.task_instance (the host's), settle.settlement, settle.outbox, settle.suspicion, what
+-- the hook
+--   writes. Locks: rows of settle.task_instance that may change, in id order, for update; then their suspicions,
+-- in id
+--   order. Clock: settle.clock(), read once the locks are held.
 -- The planner settings hold it to index lookups: with the statistics of an empty or never analysed ledger it would
 -- choose hash joins over the whole of it, and a page of evidence is always small.
 create or replace function settle.settle_evidence(p_source text, p_pass bigint, p_evidence settle.evidence[])
@@ -18,9 +21,14 @@ set enable_mergejoin = off
 set jit = off
 as $$
 declare
+    -- A pod's creation is a whole second; the measured offset is good to half a second.
+    c_created_within constant interval := interval '1.5 s';
     v_candidates uuid[];
+    v_now timestamptz;
+    v_offset interval;
     v_evidence settle.evidence[];
     v_written bigint[];
+    v_moved uuid[];
     v_outcomes settle.outcome[];
 begin
     -- Only what may change is locked: pods of settled attempts are seen again in every pass until they are collected.
@@ -36,6 +44,8 @@ begin
     where t.id = any(v_candidates)
     order by t.id
     for update;
+    v_now := settle.clock();
+    v_offset := coalesce((select p.clock_offset from settle.pass as p where p.id = p_pass), interval '0');
 
     -- Two pieces of evidence about one task instance must not be decided on the same row version: the
     -- strongest of each
@@ -66,7 +76,8 @@ begin
                 and (p_source = 'person'
                     or case
                         when t.attempt_id is not null then e.attempt_id is not distinct from t.attempt_id
-                        else t.queued_at is null or coalesce(e.pod_created_at >= date_trunc('second', t.queued_at), false)
+                        else t.queued_at is null
+                            or coalesce(e.pod_created_at - v_offset + c_created_within > t.queued_at, false)
                     end) as same_attempt
             from unnest(v_evidence) as e
             left join lateral (select i.* from settle.task_instance as i where i.id = e.task_instance_id) as t on true
@@ -86,8 +97,8 @@ begin
             select
                 f.*, d as decision, (d).disposition, (d).state as new_state, (d).max_tries as new_max_tries,
                 case (d).backoff
-                    when 'retry' then now() + coalesce(f.retry_delay, interval '0')
-                    when 'infra' then now() + settle.infra_backoff(f.task_key, f.try_number)
+                    when 'retry' then v_now + coalesce(f.retry_delay, interval '0')
+                    when 'infra' then v_now + settle.infra_backoff(f.task_key, f.try_number)
                     when 'reschedule' then (f.e).reschedule_at
                 end as next_try_at,
                 (d).state is not null and (d).disposition <> 'confirmed' as moves,
@@ -104,20 +115,20 @@ begin
             update settle.task_instance as t
             set state = d.new_state,
                 max_tries = d.new_max_tries,
-                ended_at = case when d.new_state = 'none' then null else now() end,
+                ended_at = case when d.new_state = 'none' then null else v_now end,
                 next_try_at = d.next_try_at
             from decided as d
             where t.id = d.id and d.moves
         ),
         ledger as (
             insert into settle.settlement (
-                id, disposition, task_key, task_instance_id, dag_id, run_id, task_id, map_index, try_number, attempt_id,
+                id, settled_at, disposition, task_key, task_instance_id, dag_id, run_id, task_id, map_index, try_number, attempt_id,
                 previous_state, state, verdict, failure_kind, reason, exit_code, next_try_at,
                 refund, refunds_used, refund_cap, previous_max_tries, max_tries, provisional, from_record,
                 rule, source, pass_id, namespace, pod, node, evidence, why)
             overriding system value
             select
-                d.settlement_id, d.disposition, d.task_key, d.id, d.dag_id, d.run_id, d.task_id, d.map_index, d.try_number, d.attempt_id,
+                d.settlement_id, v_now, d.disposition, d.task_key, d.id, d.dag_id, d.run_id, d.task_id, d.map_index, d.try_number, d.attempt_id,
                 d.state, d.new_state, (d.e).verdict, (d.e).failure_kind, (d.e).reason, (d.e).exit_code, d.next_try_at,
                 (d.decision).refund, (d.decision).refunds_used, d.refund_cap, d.max_tries, d.new_max_tries,
                 (d.decision).provisional, coalesce((d.e).from_record, false),
@@ -127,8 +138,8 @@ begin
             returning id, disposition
         ),
         told as (
-            insert into settle.outbox (settlement_id, listener)
-            select g.id, n.name
+            insert into settle.outbox (settlement_id, listener, created_at)
+            select g.id, n.name, v_now
             from ledger as g
             cross join settle.listener as n
             where n.enabled and g.disposition <> 'confirmed'
@@ -138,11 +149,19 @@ begin
                 d.ord, d.id, d.try_number, d.disposition, d.state, coalesce(d.new_state, d.state), d.max_tries, d.new_max_tries,
                 (d.decision).refund, (d.decision).refunds_used, d.refund_cap, d.settlement_id, d.why
             )::settle.outcome),
-            array_agg(d.settlement_id order by d.settlement_id) filter (where d.moves)
-        into v_outcomes, v_written
+            array_agg(d.settlement_id order by d.settlement_id) filter (where d.moves),
+            array_agg(d.id) filter (where d.moves)
+        into v_outcomes, v_written, v_moved
         from decided as d;
 
         if v_written is not null then
+            delete from settle.suspicion as s
+            where s.task_instance_id in (
+                select l.task_instance_id
+                from settle.suspicion as l
+                where l.task_instance_id = any(v_moved)
+                order by l.task_instance_id
+                for update);
             perform settle.after_transition(v_written);
         end if;
         return query select o.* from unnest(v_outcomes) as o;

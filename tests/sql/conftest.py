@@ -6,7 +6,7 @@ import pytest
 
 from reconciler import database as db
 from tests.conftest import JOBS_HOST
-from tests.sql.hosts import Host, Jobs, Standalone
+from tests.sql.hosts import Host, Jobs, Passes, Standalone
 
 
 @pytest.fixture(params=[Standalone, Jobs], ids=lambda host: host.name)
@@ -15,3 +15,9 @@ def host(request: pytest.FixtureRequest, new_database: Callable[..., str]) -> It
     dsn = new_database(JOBS_HOST if request.param is Jobs else "standalone")
     with db.connect(dsn) as connection:
         yield request.param(connection)
+
+
+@pytest.fixture
+def passes_standalone(connection: db.Connection) -> Passes:
+    """Passes on a movable clock, on the standalone host only."""
+    return Passes(connection)

@@ -195,6 +195,89 @@ def settle(connection: Connection, *pods: dict[str, Any]) -> list[Row]:
     return rows
 
 
+class Passes:
+    """Complete passes over all namespaces, on a clock that the test moves."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.c = connection
+        connection.execute("create table public.test_clock (ahead interval not null)")
+        connection.execute("insert into public.test_clock values ('0')")
+        connection.execute("grant select on public.test_clock to settle_owner")
+        connection.execute(
+            "create or replace function settle.clock() returns timestamptz language sql volatile"
+            " set search_path = pg_catalog, pg_temp as"
+            " 'select clock_timestamp() + c.ahead from public.test_clock as c'"
+        )
+
+    def later(self, seconds: float) -> None:
+        self.c.execute(
+            "update public.test_clock set ahead = ahead + make_interval(secs => %s)", (seconds,)
+        )
+
+    def run(
+        self, *pods: dict[str, Any], complete: bool = True, namespace: str | None = None
+    ) -> list[Row]:
+        """Run one pass; returns the rows of the pods, then those of what ripened."""
+        opened = self.c.execute(
+            "select settle.open_pass(%s, 'podsettle', 'files') as id", (namespace,)
+        ).fetchone()
+        assert opened
+        rows = self.c.execute(
+            "select * from settle.settle_pods(%s, %s)", (opened["id"], Jsonb(list(pods)))
+        ).fetchall()
+        seen = [
+            r["task_instance_id"] for r in rows if r["disposition"] not in ("stale", "unmatched")
+        ]
+        return rows + self.close(opened["id"], complete=complete, seen=seen)
+
+    def close(self, pass_id: int, *, complete: bool, seen: list[Any]) -> list[Row]:
+        return self.c.execute(
+            "select * from settle.close_pass(%s, %s, %s)", (pass_id, complete, seen)
+        ).fetchall()
+
+    def every(self, seconds: float, count: int, *pods: dict[str, Any]) -> list[Row]:
+        """Run passes, each some time after the one before; returns the rows of the last."""
+        rows: list[Row] = []
+        for _ in range(count):
+            self.later(seconds)
+            rows = self.run(*pods)
+        return rows
+
+    def suspicions(self) -> list[Row]:
+        return self.c.execute(
+            "select * from settle.suspicions order by task_instance_id"
+        ).fetchall()
+
+
+def pending(attempt: Attempt, reason: str = "ImagePullBackOff", **facts: Any) -> dict[str, Any]:
+    """A pod that waits for what does not heal by itself."""
+    return pod(
+        attempt,
+        phase="Pending",
+        container={"name": "base", "state": "waiting", "reason": reason},
+        **facts,
+    )
+
+
+def terminating(attempt: Attempt, grace: int = 30, **facts: Any) -> dict[str, Any]:
+    """A pod that is being deleted and has not ended."""
+    return pod(
+        attempt,
+        deletion_at="2026-09-01T10:00:00Z",
+        deletion_grace_seconds=grace,
+        termination_grace_seconds=grace,
+        **facts,
+    )
+
+
+def report(connection: Connection, attempt: Attempt, outcome: str, **named: Any) -> Row:
+    arguments = {"attempt_id": attempt.attempt_id, "outcome": outcome, **named}
+    marks = ", ".join(f"{name} => %({name})s" for name in arguments)
+    row = connection.execute(f"select * from settle.report({marks})", arguments).fetchone()
+    assert row
+    return row
+
+
 def ledger(connection: Connection, ti: str) -> list[Row]:
     return connection.execute(
         "select * from settle.settlement where task_instance_id = %s order by id", (ti,)

@@ -94,8 +94,8 @@ def test_every_constraint_is_named_by_its_meaning(connection: Connection) -> Non
 
 
 EXPECTED = {
-    "settle_agent": set(),
-    "settle_reconciler": {"open_pass", "settle_pods", "close_pass", "classify"},
+    "settle_agent": {"report", "push"},
+    "settle_reconciler": {"open_pass", "note_clock", "settle_pods", "close_pass", "classify"},
     "settle_reader": {"classify"},
     "settle_operator": {
         "classify",
@@ -129,6 +129,9 @@ def test_a_role_cannot_write_a_table_of_state(connection: Connection, role: str)
         "insert into settle.settlement (why) values ('forged')",
         "delete from settle.settlement",
         "delete from settle.outbox",
+        "update settle.suspicion set passes = 99",
+        "insert into settle.pushed (attempt_id, key, value) values ('a', 'b', '1')",
+        "delete from settle.lease",
         "insert into settle.pass (profile, source) values ('x', 'api')",
     ):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):

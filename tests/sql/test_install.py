@@ -124,17 +124,17 @@ def test_a_step_that_fails_leaves_nothing_of_itself(
     copy = tmp_path / "sql"
     shutil.copytree(resources.sql_folder(), copy)
     monkeypatch.setattr(resources, "sql_folder", lambda: copy)
-    (copy / "migrations" / "0003_bad.sql").write_text(
+    (copy / "migrations" / "0099_bad.sql").write_text(
         "create table settle.half (x int);\nselect 1/0;\n"
     )
     dsn = new_database(None)
     with db.connect(dsn) as connection:
-        with pytest.raises(db.DatabaseRefused, match="migrations/0003_bad.sql: division by zero"):
+        with pytest.raises(db.DatabaseRefused, match="migrations/0099_bad.sql: division by zero"):
             installer.install(connection)
         row = connection.execute("select to_regclass('settle.half') as t").fetchone()
         assert row == {"t": None}
-        (copy / "migrations" / "0003_bad.sql").unlink()
-        assert installer.install(connection)[0] == "routines/base.sql"
+        (copy / "migrations" / "0099_bad.sql").unlink()
+        assert installer.install(connection)[0].startswith("routines/")
 
 
 def test_another_host_is_refused(database: str) -> None:
