@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, Final
 
 import click
@@ -19,6 +20,7 @@ from reconciler import __version__, database, passes, pods, render
 from reconciler import listing as source
 from reconciler.install import UnknownHost, script_for_psql
 from reconciler.install import install as install_sql
+from reconciler.release import FINALIZER, Releaser
 
 INCOMPLETE: Final = 3
 DATABASE: Final = 4
@@ -77,53 +79,53 @@ output_option = option(
 )
 
 
-def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose and read pods."""
-    for add in reversed(
-        [
-            option(
-                "--namespace", "-n", env="NAMESPACE", help="Default: the context's or pod's own."
-            ),
-            option(
-                "--all-namespaces", "-A", env="ALL_NAMESPACES", is_flag=True, help="All of them."
-            ),
-            option("--context", env="CONTEXT", help="The kubeconfig context."),
-            option(
-                "--profile",
-                env="PROFILE",
-                type=click.Choice(sorted(pods.PROFILES)),
-                default="podsettle",
-                show_default=True,
-                help="How the orchestrator marks its pods.",
-            ),
-            option(
-                "--selector", "-l", env="SELECTOR", help="Label selector, instead of the profile's."
-            ),
-            option(
-                "--container",
-                "-c",
-                env="CONTAINER",
-                help="The task container [default: base, else task, else the only one].",
-            ),
-            option(
-                "--pods",
-                "pods_path",
-                env="PODS",
-                metavar="FILE|DIR|-",
-                help="Read pods as kubectl -o json writes them.",
-            ),
-            option(
-                "--page-size",
-                env="PAGE_SIZE",
-                type=click.IntRange(1, 5000),
-                default=source.PAGE_SIZE,
-                show_default=True,
-                help="Pods a page, settled in one transaction.",
-            ),
-        ]
-    ):
+_CLUSTER_OPTIONS = (
+    option("--namespace", "-n", env="NAMESPACE", help="Default: the context's or pod's own."),
+    option("--all-namespaces", "-A", env="ALL_NAMESPACES", is_flag=True, help="All of them."),
+    option("--context", env="CONTEXT", help="The kubeconfig context."),
+    option(
+        "--profile",
+        env="PROFILE",
+        type=click.Choice(sorted(pods.PROFILES)),
+        default="podsettle",
+        show_default=True,
+        help="How the orchestrator marks its pods.",
+    ),
+    option("--selector", "-l", env="SELECTOR", help="Label selector, instead of the profile's."),
+    option(
+        "--container",
+        "-c",
+        env="CONTAINER",
+        help="The task container [default: base, else task, else the only one].",
+    ),
+    option(
+        "--page-size",
+        env="PAGE_SIZE",
+        type=click.IntRange(1, 5000),
+        default=source.PAGE_SIZE,
+        show_default=True,
+        help="Pods a page, settled in one transaction.",
+    ),
+)
+_PODS_OPTION = option(
+    "--pods",
+    "pods_path",
+    env="PODS",
+    metavar="FILE|DIR|-",
+    help="Read pods as kubectl -o json writes them.",
+)
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose pods of a cluster."""
+    for add in reversed(_CLUSTER_OPTIONS):
         command = add(command)
     return command
+
+
+def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose pods of a cluster or of files."""
+    return cluster_options(_PODS_OPTION(command))
 
 
 def connected(dsn: str | None) -> database.Connection:
@@ -139,7 +141,7 @@ def connected(dsn: str | None) -> database.Connection:
     return connection
 
 
-def listing_of(
+def listing_of_cluster(
     *,
     namespace: str | None,
     all_namespaces: bool,
@@ -147,25 +149,16 @@ def listing_of(
     profile: str,
     selector: str | None,
     container: str | None,
-    pods_path: str | None,
     page_size: int,
     name: str | None = None,
-) -> tuple[source.Listing, str | None]:
-    """Return the pods that the options choose, and the namespace they are from (None: all)."""
+) -> tuple[source.Listing, str | None, source.Cluster]:
+    """Return the pods of a cluster, their namespace (None: all) and the cluster."""
     if namespace and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other")
-    chosen = pods.PROFILES[profile]
-    if pods_path is not None:
-        if selector is not None:
-            raise click.UsageError("--selector is for the API; with --pods let kubectl -l select")
-        files = source.read_files(
-            pods_path, profile=chosen, container=container, page_size=page_size
-        )
-        return files, namespace
     cluster = source.connect(context)
     listing = source.read_api(
         cluster,
-        profile=chosen,
+        profile=pods.PROFILES[profile],
         namespace=namespace,
         all_namespaces=all_namespaces,
         selector=selector,
@@ -173,7 +166,30 @@ def listing_of(
         container=container,
         page_size=page_size,
     )
-    return listing, None if all_namespaces else (namespace or cluster.namespace)
+    where = None if all_namespaces else (namespace or cluster.namespace)
+    return listing, where, cluster
+
+
+def listing_of(
+    pods_path: str | None, *, name: str | None = None, **choice: Any
+) -> tuple[source.Listing, str | None, source.Cluster | None]:
+    """Return the pods of a cluster or of files, their namespace (None: all), and the cluster."""
+    if pods_path is None:
+        return listing_of_cluster(name=name, **choice)
+    if choice["selector"] is not None:
+        raise click.UsageError("--selector is for the API; with --pods let kubectl -l select")
+    files = source.read_files(
+        pods_path,
+        profile=pods.PROFILES[choice["profile"]],
+        container=choice["container"],
+        page_size=choice["page_size"],
+    )
+    return files, choice["namespace"], None
+
+
+def seconds_or_none(seconds: int | None) -> timedelta | None:
+    """Return an optional number of seconds as a time span."""
+    return None if seconds is None else timedelta(seconds=seconds)
 
 
 @contextlib.contextmanager
@@ -262,6 +278,13 @@ def install(dsn: str | None, host: str, print_only: bool) -> None:
     help="Run the real procedures and roll back.",
 )
 @option(
+    "--delete-after",
+    env="DELETE_AFTER",
+    type=click.IntRange(min=0),
+    metavar="SECONDS",
+    help="Delete pods whose task was settled this long ago; the default deletes none.",
+)
+@option(
     "--wait",
     env="WAIT",
     type=click.FloatRange(min=0),
@@ -272,16 +295,25 @@ def install(dsn: str | None, host: str, print_only: bool) -> None:
 )
 @output_option
 def reconcile(
-    dsn: str | None, complete: bool, dry_run: bool, wait: float, output: str, **choice: Any
+    dsn: str | None,
+    complete: bool,
+    dry_run: bool,
+    wait: float,
+    delete_after: int | None,
+    output: str,
+    **choice: Any,
 ) -> None:
     """Run one pass: list pods, settle what they say."""
     from_api = choice["pods_path"] is None
     if complete and from_api:
         raise click.UsageError("--complete is for --pods; a list from the API says so itself")
+    if delete_after is not None and not from_api:
+        raise click.UsageError("--delete-after is for pods of the API, not for --pods")
     table = render.PassTable(dry_run=dry_run)
     with connected(dsn) as connection, progress("settling") as advance:
         settle = database.Settle(connection)
-        listing, namespace = listing_of(**choice)
+        listing, namespace, cluster = listing_of(**choice)
+        releaser = None if cluster is None else Releaser(cluster, seconds_or_none(delete_after))
         scope = passes.Scope(
             namespace=namespace,
             profile=choice["profile"],
@@ -301,14 +333,33 @@ def reconcile(
         if dry_run:
             done = passes.dry_run(settle, listing, scope, show)
         else:
-            done = passes.run(settle, listing, scope, show, lease_wait=wait)
+            done = passes.run(
+                settle,
+                listing,
+                scope,
+                show,
+                lease_wait=wait,
+                after_commit=None if releaser is None else letting_go(releaser),
+            )
     if output == "table":
         table.show(render.console(), done.counts)
-    tell(done, scope)
+    tell(done, scope, releaser)
+    if releaser is not None and releaser.done.refused is not None:
+        raise Refusal(f"{releaser.done.refused}; everything is settled all the same", KUBERNETES)
     finish(done.incomplete_because, done.problems)
 
 
-def tell(done: passes.Pass, scope: passes.Scope) -> None:
+def letting_go(releaser: Releaser) -> Callable[[list[pods.PodFacts], list[database.Row]], None]:
+    """Return what lets pods go after a commit, and logs evidence that nobody will use."""
+
+    def let_go(page: list[pods.PodFacts], rows: list[database.Row]) -> None:
+        for facts in releaser.page(page, rows):
+            render.log().warning("released a pod of no known task", evidence=facts.as_json())
+
+    return let_go
+
+
+def tell(done: passes.Pass, scope: passes.Scope, releaser: Releaser | None) -> None:
     """Log what a pass did, and a clock that is off."""
     logger = render.log()
     skew = None if done.clock_offset is None else done.clock_offset.total_seconds()
@@ -328,6 +379,7 @@ def tell(done: passes.Pass, scope: passes.Scope) -> None:
         clock_offset=skew,
         seconds=round(done.seconds, 3),
         **done.counts,
+        **({} if releaser is None else releaser.done.counts),
     )
 
 
@@ -341,7 +393,7 @@ def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> Non
     if (pod is None) == (choice["pods_path"] is None):
         raise click.UsageError("name one POD of the cluster, or give --pods")
     with connected(dsn) as connection:
-        listing, _ = listing_of(name=pod, **choice)
+        listing, _, _ = listing_of(name=pod, **choice)
         found = 0
         console = render.console()
         with progress("explaining") as advance:
@@ -387,6 +439,72 @@ def status(dsn: str | None, output: str) -> None:
         click.echo(render.json_document(sections))
     else:
         render.print_status(render.console(), sections)
+
+
+@main.command()
+@dsn_option
+@cluster_options
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Also pods of known tasks; the default frees those of unknown tasks.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def release(dsn: str | None, everything: bool, yes: bool, **choice: Any) -> None:
+    """Free held pods by hand, and say what evidence is lost with them.
+
+    Without --dsn nothing is known of any task: only --all works then, as for an uninstall.
+    """
+    if not dsn and not everything:
+        raise click.UsageError("without --dsn no task is known; give --dsn, or --all")
+    with contextlib.ExitStack() as around:
+        settle = database.Settle(around.enter_context(connected(dsn))) if dsn is not None else None
+        listing, _, cluster = listing_of_cluster(**choice)
+        chosen = []
+        for facts, row in passes.preview(settle, listing):
+            if FINALIZER in facts.finalizers and (everything or row["disposition"] == "unmatched"):
+                chosen.append(facts)
+                click.echo(f"{facts.namespace}/{facts.pod}: {render.loss(facts, row)}")
+    if listing.incomplete_because is not None:
+        raise Refusal(f"the list is incomplete: {listing.incomplete_because}", INCOMPLETE)
+    if not chosen:
+        click.echo("no such pod is held")
+        return
+    if not yes:
+        click.confirm(f"Free {len(chosen)} pods?", abort=True)
+    releaser = Releaser(cluster)
+    for facts in chosen:
+        click.echo(f"{facts.namespace}/{facts.pod}: {releaser.release(facts).value}")
+
+
+@main.command()
+@dsn_option
+@cluster_options
+def doctor(dsn: str | None, **choice: Any) -> None:
+    """Say in plain words what is missing: permissions, pins, finalizers, clocks, versions."""
+    from reconciler import doctor as clinic
+
+    if not dsn:
+        raise click.UsageError("--dsn (or PODSETTLE_DSN) is missing")
+    code = 0
+
+    def tell_all(findings: Iterable[clinic.Finding], bad: int) -> None:
+        nonlocal code
+        for finding in findings:
+            click.echo(f"{finding.health.value:8}{finding.told}")
+            if finding.health is clinic.Health.BAD and code == 0:
+                code = bad
+
+    connection, findings = clinic.check_database(dsn)
+    tell_all(findings, DATABASE)
+    listing, namespace, cluster = listing_of_cluster(**choice)
+    tell_all(clinic.check_permissions(cluster, namespace), KUBERNETES)
+    tell_all(clinic.check_pods(listing, connection), KUBERNETES)
+    if connection is not None:
+        connection.close()
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 @main.command()

@@ -262,6 +262,26 @@ class Settle:
             {"pass": pass_id, "complete": complete, "seen": list(seen)},
         )
 
+    def may_run_passes(self) -> bool:
+        """Return whether this user may call what a pass calls."""
+        rows = self._call(
+            "the user's rights cannot be read",
+            "select bool_and(has_function_privilege(p.oid, 'execute')) as allowed"
+            " from pg_catalog.pg_proc as p where p.pronamespace = 'settle'::regnamespace"
+            " and p.proname in ('open_pass', 'note_clock', 'settle_pods', 'close_pass')",
+            {},
+        )
+        return bool(rows[0]["allowed"])
+
+    def last_complete_pass(self) -> timedelta | None:
+        """Return how long ago a complete pass was closed; None if none was."""
+        rows = self._call(
+            "the passes cannot be read",
+            "select clock_timestamp() - max(closed_at) as age from settle.passes where complete",
+            {},
+        )
+        return cast("timedelta | None", rows[0]["age"])
+
     def status(self) -> Row:
         """Return what `podsettle status` shows, by section."""
         sections: dict[str, LiteralString] = {

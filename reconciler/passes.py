@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from reconciler.database import DatabaseRefused, Row, Settle
 from reconciler.listing import Listing, Page
+from reconciler.pods import PodFacts
 
 _OF_OTHERS: Final = frozenset({"stale", "unmatched"})
 _LEASE_POLL_SECONDS: Final = 0.5
@@ -71,6 +72,7 @@ def run(
     on_rows: Callable[[list[Row]], None],
     *,
     lease_wait: float = 0.0,
+    after_commit: Callable[[list[PodFacts], list[Row]], None] | None = None,
 ) -> Pass:
     """Settle every page of a listing, then judge silence.
 
@@ -80,6 +82,7 @@ def run(
         scope: What the listing covers.
         on_rows: Called with the rows of each page, in order, and with those of what ripened.
         lease_wait: How long to wait for another pass of the scope, in seconds.
+        after_commit: Called with the pods and rows of each page once it is committed (I5).
 
     Returns:
         What was done.
@@ -103,6 +106,8 @@ def run(
                 str(row["task_instance_id"]) for row in rows if row["disposition"] not in _OF_OTHERS
             )
             on_rows(rows)
+            if after_commit is not None:
+                after_commit(page.pods, rows)
     except Exception:
         # The list never came, or broke off with an error: it must not keep other passes waiting.
         with suppress(DatabaseRefused):
@@ -148,6 +153,22 @@ def dry_run(
             done.clock_offset = _compare_clocks(settle, listing, opened)
             on_rows(_settle_page(settle, done, opened, page))
     return _finished(done, listing, begun)
+
+
+def preview(settle: Settle | None, listing: Listing) -> Iterator[tuple[PodFacts, Row]]:
+    """Yield each pod with what a pass would make of it now; each page is rolled back.
+
+    Args:
+        settle: The database; None if there is none, then nothing is known of any pod.
+        listing: The pods.
+    """
+    for page in listing.pages:
+        rows: list[Row] = [{"disposition": None, "verdict": None}] * len(page.pods)
+        if settle is not None:
+            with settle.connection.transaction(force_rollback=True):
+                opened = settle.open_pass(namespace=None, profile="preview", source="files")
+                rows = settle.settle_pods(opened or 0, [facts.as_json() for facts in page.pods])
+        yield from zip(page.pods, rows, strict=True)
 
 
 def classify(settle: Settle, listing: Listing) -> Iterator[list[dict[str, Any]]]:

@@ -156,6 +156,8 @@ class Container:
         finished_at: RFC 3339 in UTC.
         own_memory_limit: The container or the pod as a whole has a memory limit of its own.
         restart_count: How often it was restarted.
+        message_policy: terminationMessagePolicy as declared.
+        message_path: terminationMessagePath as declared.
     """
 
     name: str | None
@@ -167,6 +169,8 @@ class Container:
     finished_at: str | None = None
     own_memory_limit: bool = False
     restart_count: int | None = None
+    message_policy: str | None = None
+    message_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,8 +525,17 @@ def _container(
 ) -> tuple[Container, Record | None, str | None]:
     entry = _named(status, "containerStatuses", name)
     own_memory_limit = _has_memory_limit(declared) or _has_memory_limit(spec)
+    policy = string(declared, "terminationMessagePolicy", MAX_WORD)
+    path = string(declared, "terminationMessagePath", MAX_WORD)
     if entry is None:
-        return Container(name, "absent", own_memory_limit=own_memory_limit), None, None
+        absent = Container(
+            name,
+            "absent",
+            own_memory_limit=own_memory_limit,
+            message_policy=policy,
+            message_path=path,
+        )
+        return absent, None, None
     state, detail = _state(entry)
     message: str | None = None
     record: Record | None = None
@@ -548,6 +561,8 @@ def _container(
         finished_at=moment(detail, "finishedAt") if state == "terminated" else None,
         own_memory_limit=own_memory_limit,
         restart_count=integer(entry, "restartCount"),
+        message_policy=policy,
+        message_path=path,
     )
     return task, record, problem
 

@@ -16,6 +16,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from reconciler import text
+from reconciler.pods import PodFacts
 
 FIELDS: Final = (
     "pod",
@@ -162,6 +163,21 @@ def print_explanations(console: Console, rows: Iterable[Mapping[str, Any]]) -> N
 def json_document(value: object) -> str:
     """Return any answer of the database as one line of ASCII JSON."""
     return json.dumps(value, default=_plain, ensure_ascii=True, separators=(",", ":"))
+
+
+def loss(facts: PodFacts, row: Mapping[str, Any]) -> str:
+    """Return what is lost if a held pod goes now, in one sentence."""
+    said = "no record" if facts.record is None else f"the record {facts.record.outcome!r}"
+    if row["disposition"] is None:
+        return f"{said} is lost, unless it was settled"
+    if row["disposition"] in ("duplicate", "stale"):
+        return "settled already, nothing is lost"
+    if row["disposition"] == "unmatched":
+        return f"of no known task ({text.escape(row['why'])}); {said} is lost"
+    if row["verdict"] is None:
+        return "it has not ended; its end will not be held"
+    told = " ".join(row[name] for name in ("verdict", "failure_kind", "reason") if row[name])
+    return f"NOT SETTLED YET, {text.escape(told)} is lost; run podsettle reconcile first"
 
 
 def span(value: timedelta | None) -> str:

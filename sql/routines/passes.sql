@@ -93,8 +93,8 @@ comment on function settle.note_clock(bigint, timestamptz, interval) is
 -- Purpose: settles a page of pods in one round trip: match, classify, decide, write; keeps what is only suspected.
 -- Arguments: p_pass an open pass; p_pods an array of pod facts (docs/sql.md).
 -- Returns: one row a pod, in the order given. Raises: ST002 (no array), ST004 (no open pass), ST006 (bad facts).
--- Tables written: see settle.settle_evidence; settle.suspicion, settle.pass, settle.lease.
--- Locks: see settle.settle_evidence; then suspicions in id order; then its own pass and lease.
+-- Tables written: see settle.settle_evidence; settle.stranger, settle.suspicion, settle.pass, settle.lease.
+-- Locks: see settle.settle_evidence; then suspicions, then strangers, in id order; then its own pass and lease.
 create or replace function settle.settle_pods(p_pass bigint, p_pods jsonb)
 returns setof settle.settled_pod
 language plpgsql
@@ -134,7 +134,8 @@ begin
             m.ord, m.pod, m.namespace, m.task_instance_id, m.try_number,
             (m.verdict).final, (m.verdict).verdict, (m.verdict).from_record, (m.verdict).failure_kind,
             (m.verdict).reason, (m.verdict).rule, coalesce(o.disposition, 'unmatched'), o.previous_state, o.state,
-            o.previous_max_tries, o.max_tries, o.refund, o.settlement_id, coalesce(o.why, m.problem)
+            o.previous_max_tries, o.max_tries, o.refund, o.settlement_id, coalesce(o.why, m.problem),
+            settle.may_go(o.disposition, m), settle.clock() - o.settled_at
         )::settle.settled_pod
         from unnest(v_page) as m
         left join unnest(v_outcomes) as o on o.ord = m.ord
@@ -151,6 +152,7 @@ begin
         from unnest(v_page) as m
         inner join unnest(v_outcomes) as o on o.ord = m.ord
         where o.disposition = 'suspected'));
+    perform settle.note_strangers(v_page);
     perform settle.count_outcomes(p_pass, v_rows);
     return query select r.* from unnest(v_rows) as r order by r.ord;
 end

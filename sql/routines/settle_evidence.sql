@@ -64,7 +64,7 @@ begin
     loop
         with facts as materialized (
             select
-                e, t.id, t.dag_id, t.run_id, t.task_id, t.map_index, t.state, t.try_number, t.max_tries, t.retry_delay,
+                e, h.settled_at as last_settled_at, t.id, t.dag_id, t.run_id, t.task_id, t.map_index, t.state, t.try_number, t.max_tries, t.retry_delay,
                 t.attempt_id, e.ord,
                 h.id is not null and h.provisional as provisional, h.failure_kind as provisional_kind,
                 -- A person who changed max_tries since began a new count.
@@ -85,7 +85,7 @@ begin
                 select settle.task_key(t.dag_id, t.run_id, t.task_id, t.map_index) as task_key
             ) as k on true
             left join lateral (
-                select s.id, s.provisional, s.failure_kind, s.refund, s.max_tries, s.refunds_used
+                select s.id, s.settled_at, s.provisional, s.failure_kind, s.refund, s.max_tries, s.refunds_used
                 from settle.settlement as s
                 where s.task_key = k.task_key
                 order by s.id desc
@@ -147,7 +147,8 @@ begin
         select
             array_agg((
                 d.ord, d.id, d.try_number, d.disposition, d.state, coalesce(d.new_state, d.state), d.max_tries, d.new_max_tries,
-                (d.decision).refund, (d.decision).refunds_used, d.refund_cap, d.settlement_id, d.why
+                (d.decision).refund, (d.decision).refunds_used, d.refund_cap, d.settlement_id, d.why,
+                case when d.settlement_id is null then d.last_settled_at else v_now end
             )::settle.outcome),
             array_agg(d.settlement_id order by d.settlement_id) filter (where d.moves),
             array_agg(d.id) filter (where d.moves)

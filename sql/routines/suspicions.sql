@@ -55,8 +55,8 @@ comment on function settle.suspect(settle.evidence[]) is 'Keeps what is only sus
 --   provisionally; what was seen is counted; what was not seen any more dies.
 -- Arguments: p_pass; p_seen, the task instances of which a pod of the current attempt was seen.
 -- Returns: one row for each suspicion that was settled.
--- Tables written: see settle.settle_evidence; settle.suspicion. Locks: task instances before suspicions, both in id
---   order, as everywhere. Clock: settle.clock(), read once.
+-- Tables written: see settle.settle_evidence; settle.suspicion, settle.stranger. Locks: task instances, suspicions,
+--   strangers, each in id order. Clock: settle.clock(), read once.
 create or replace function settle.judge_silence(p_pass bigint, p_seen uuid[])
 returns setof settle.settled_pod
 language plpgsql
@@ -140,11 +140,19 @@ begin
     set age = settle.aged(s, v_now, v_gap), passes = s.passes + 1, counted_at = v_now
     where v_pass.namespace is null or s.namespace = v_pass.namespace;
 
+    delete from settle.stranger as s
+    where s.uid in (
+        select l.uid
+        from settle.stranger as l
+        where l.last_seen_at < v_pass.opened_at and (v_pass.namespace is null or l.namespace = v_pass.namespace)
+        order by l.uid
+        for update);
+
     return query
     select
         null::integer, r.pod, r.namespace, r.task_instance_id, r.try_number, r.cause = 'no_record', 'failed', false,
         r.failure_kind, r.reason, r.rule, o.disposition, o.previous_state, o.state, o.previous_max_tries, o.max_tries,
-        o.refund, o.settlement_id, o.why
+        o.refund, o.settlement_id, o.why, false, interval '0'
     from unnest(v_ripe) as r
     inner join unnest(v_outcomes) as o on o.task_instance_id = r.task_instance_id
     where o.settlement_id is not null
