@@ -39,7 +39,7 @@ format: $(VENV)/.ready ## format the Python code
 
 .PHONY: bench
 bench: $(VENV)/.ready ## measure, as ratios in one run
-	$(BIN)/python -m pytest -q -s tests/bench
+	$(BIN)/python -m pytest -q -s tests/bench/bench_*.py
 
 .PHONY: clean
 clean: ## stop the embedded Postgres of the demo and remove what was built here
