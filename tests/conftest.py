@@ -25,7 +25,12 @@ from tests.containers import postgres as containers
 
 for _name in [name for name in os.environ if name.startswith("PODSETTLE_")]:
     # A developer's own settings must not steer the tests; the harness has some of its own.
-    if _name not in {"PODSETTLE_TEST_IMAGE", "PODSETTLE_REQUIRE_CONTAINERS"}:
+    if _name not in {
+        "PODSETTLE_TEST_IMAGE",
+        "PODSETTLE_REQUIRE_CONTAINERS",
+        "PODSETTLE_MACHINE_EXAMPLES",
+        "PODSETTLE_MACHINE_EXPLORE",
+    }:
         del os.environ[_name]
 
 TESTS = Path(__file__).parent

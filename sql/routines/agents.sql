@@ -1,12 +1,10 @@
--- Purpose: what an agent in a task pod calls, for its own attempt alone. The attempt_id is random: who cannot
--- read the
---   pod cannot report for it. Arguments have the names of JSON keys, so that PostgREST can expose both as they are.
+-- Purpose: what an agent in a task pod calls, for its own attempt alone. The attempt_id is random: who cannot read
+--   the pod cannot report for it. Arguments are named like JSON keys, so that PostgREST can expose both as they are.
 --   Safe to retry for ever.
 
 -- Purpose: reports the outcome of an attempt: success, failed or reschedule.
--- Returns: disposition (settled, overrode, confirmed, duplicate, stale), state, and the sentence that says why;
--- stale:
---   this attempt is not the current one of any task instance, so the agent may stop.
+-- Returns: disposition (settled, overrode, confirmed, duplicate, stale), state, and the sentence that says why.
+--   stale: this attempt is not the current one of any task instance, so the agent may stop.
 -- Raises: ST002. Tables written, locks: see settle.settle_evidence.
 create or replace function settle.report(
     attempt_id text,

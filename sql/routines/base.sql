@@ -52,8 +52,7 @@ $$;
 comment on function settle.refund_cap(text, text) is 'How many infra failures of one task are refunded.';
 
 -- Purpose: the wait before an infra retry: spread over the jitter by a hash of task and attempt, so that the
--- tasks of a
--- lost node do not return in one instant and a repeated pass computes the same moment.
+--   tasks of a lost node do not return in one instant and a repeated pass computes the same moment.
 create or replace function settle.infra_backoff(p_task_key uuid, p_try_number integer)
 returns interval
 language sql

@@ -1,12 +1,8 @@
--- Purpose: the whole settle rule (docs/design.md "Decide"): what evidence makes of a task instance. Every writer
--- asks it.
--- Arguments: the task instance (p_state, p_try_number, p_max_tries, p_retries), whether the evidence is of its
--- current
---   attempt, the evidence (p_verdict success|failed|reschedule|not_final|clear, p_failure_kind, p_silence
--- null|unripe|ripe),
---   refunds used in this life and their cap, and the last settlement while it is provisional (null kind is a
--- kind here).
--- Returns: one settle.decision; state null means that nothing is written. Pure: reads and writes no table, no clock.
+-- Purpose: the whole settle rule (docs/design.md): what evidence makes of a task instance. Every writer asks it.
+-- Arguments: the task instance (p_state, p_try_number, p_max_tries, p_retries); whether the evidence is of its
+--   current attempt; the evidence (p_verdict success|failed|reschedule|not_final|clear, p_failure_kind, p_silence
+--   null|unripe|ripe); refunds used in this life, and their cap; the last settlement while it is provisional.
+-- Returns: one settle.decision; state null: nothing is written. Pure: it reads no table and no clock.
 create or replace function settle.decide(
     p_state text,
     p_try_number integer,

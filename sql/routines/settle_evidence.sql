@@ -1,13 +1,11 @@
--- Purpose: the one writer. Settles matched evidence of any source: decides, updates the task instances, appends
--- to the
---   ledger, fills the outbox, calls the host's hook.
+-- Purpose: the one writer. Settles matched evidence of any source: decides, updates the task instances, appends to
+--   the ledger, fills the outbox, calls the host's hook.
 -- Arguments: p_source pass|report|person, p_pass the pass or null, p_evidence at most a page of it.
 -- Returns: one settle.outcome for each piece of evidence, in no order.
--- Tables written: settle.task_instance (the host's), settle.settlement, settle.outbox, settle.suspicion, what
--- the hook
---   writes. Locks: rows of settle.task_instance that may change, in id order, for update; then their suspicions,
--- in id
---   order. Clock: settle.clock(), read once the locks are held.
+-- Tables written: settle.task_instance (the host's), settle.settlement, settle.outbox, settle.suspicion, what the
+--   hook writes.
+-- Locks: rows of settle.task_instance that may change, in id order, for update; whoever holds one may write its
+--   suspicion. Clock: settle.clock(), read once the locks are held.
 -- The planner settings hold it to index lookups: with the statistics of an empty or never analysed ledger it would
 -- choose hash joins over the whole of it, and a page of evidence is always small.
 create or replace function settle.settle_evidence(p_source text, p_pass bigint, p_evidence settle.evidence[])
@@ -37,7 +35,10 @@ begin
         from unnest(p_evidence) as e
         cross join lateral (select i.id, i.state from settle.task_instance as i where i.id = e.task_instance_id) as t
         where (e.verdict <> 'not_final' and t.state in ('queued', 'running', 'up_for_retry', 'failed'))
-            or e.verdict = 'clear'
+            -- Whoever writes a suspicion holds its task instance, so suspicions are never waited for.
+            or (e.silence is not null and t.state in ('queued', 'running'))
+            -- A person's word is not bound to an attempt_id: what is dispatched in this instant must not move unlocked.
+            or p_source = 'person'
         order by t.id);
     perform
     from settle.task_instance as t
@@ -156,13 +157,7 @@ begin
         from decided as d;
 
         if v_written is not null then
-            delete from settle.suspicion as s
-            where s.task_instance_id in (
-                select l.task_instance_id
-                from settle.suspicion as l
-                where l.task_instance_id = any(v_moved)
-                order by l.task_instance_id
-                for update);
+            delete from settle.suspicion as s where s.task_instance_id = any(v_moved);
             perform settle.after_transition(v_written);
         end if;
         return query select o.* from unnest(v_outcomes) as o;

@@ -11,7 +11,8 @@ comment on function settle.grace(text) is 'How long a suspicion of this cause mu
 
 -- Purpose: keeps suspicions: a new one starts to count, one of the same cause, attempt and pod is seen again.
 -- Arguments: p_evidence of what the decision called suspected; silence is the cause.
--- Tables written: settle.suspicion. Locks: its rows, in id order. Clock: settle.clock().
+-- Tables written: settle.suspicion. Locks: its rows; the caller holds their task instances, so nobody waits for them.
+--   Clock: settle.clock().
 create or replace function settle.suspect(p_evidence settle.evidence[])
 returns void
 language plpgsql
@@ -21,15 +22,12 @@ as $$
 declare
     v_now timestamptz := settle.clock();
 begin
+    -- What was suspected for another cause, or of another pod, is another suspicion.
     delete from settle.suspicion as s
-    where s.task_instance_id in (
-        select l.task_instance_id
-        from settle.suspicion as l
-        inner join unnest(p_evidence) as e on e.task_instance_id = l.task_instance_id
-        where (l.cause, l.try_number, l.attempt_id, l.pod)
-            is distinct from (e.silence, e.try_number, e.attempt_id, e.pod)
-        order by l.task_instance_id
-        for update of l);
+    using unnest(p_evidence) as e
+    where s.task_instance_id = e.task_instance_id
+        and (s.cause, s.try_number, s.attempt_id, s.pod)
+        is distinct from (e.silence, e.try_number, e.attempt_id, e.pod);
     insert into settle.suspicion as s (
         task_instance_id, cause, try_number, attempt_id, failure_kind, reason, rule, exit_code, namespace, pod, node,
         own_grace, evidence, first_seen_at, last_seen_at)
@@ -55,8 +53,9 @@ comment on function settle.suspect(settle.evidence[]) is 'Keeps what is only sus
 --   provisionally; what was seen is counted; what was not seen any more dies.
 -- Arguments: p_pass; p_seen, the task instances of which a pod of the current attempt was seen.
 -- Returns: one row for each suspicion that was settled.
--- Tables written: see settle.settle_evidence; settle.suspicion, settle.stranger. Locks: task instances, suspicions,
---   strangers, each in id order. Clock: settle.clock(), read once.
+-- Tables written: see settle.settle_evidence; settle.suspicion, settle.stranger. Locks: the task instances of all
+--   that it judges, in id order, before any suspicion of theirs; then strangers, in id order.
+--   Clock: settle.clock(), read once.
 create or replace function settle.judge_silence(p_pass bigint, p_seen uuid[])
 returns setof settle.settled_pod
 language plpgsql
@@ -64,14 +63,35 @@ volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_now timestamptz := settle.clock();
+    v_now timestamptz;
     v_gap interval := settle.setting_value('pass_gap')::interval;
     v_pass settle.pass;
+    v_judged uuid[];
     v_absent settle.evidence[] := '{}';
     v_ripe settle.suspicion[];
     v_outcomes settle.outcome[];
 begin
     select p.* into strict v_pass from settle.pass as p where p.id = p_pass;
+
+    -- Whoever writes a suspicion holds its task instance, so suspicions are never waited for: all of these first, in
+    -- id order, and nothing beyond them is touched.
+    v_judged := array(
+        select t.id
+        from settle.task_instance as t
+        where t.state in ('queued', 'running')
+            and t.queued_at < v_pass.opened_at
+            and (v_pass.namespace is null or t.namespace = v_pass.namespace)
+            and not (t.id = any(p_seen))
+        union
+        select s.task_instance_id
+        from settle.suspicion as s
+        where v_pass.namespace is null or s.namespace = v_pass.namespace);
+    perform
+    from settle.task_instance as t
+    where t.id = any(v_judged)
+    order by t.id
+    for update;
+    v_now := settle.clock();
 
     if settle.setting_value('judge_absence')::boolean then
         v_absent := array(
@@ -81,7 +101,8 @@ begin
                 'absent', t.namespace, null, null, jsonb_build_object('state', t.state, 'queued_at', t.queued_at)
             )::settle.evidence
             from settle.task_instance as t
-            where t.state in ('queued', 'running')
+            where t.id = any(v_judged)
+                and t.state in ('queued', 'running')
                 -- One that was dispatched while the list was read may have a pod that the list could not hold.
                 and t.queued_at < v_pass.opened_at
                 and (v_pass.namespace is null or t.namespace = v_pass.namespace)
@@ -91,7 +112,8 @@ begin
     v_ripe := array(
         select s
         from settle.suspicion as s
-        where (v_pass.namespace is null or s.namespace = v_pass.namespace)
+        where s.task_instance_id = any(v_judged)
+            and (v_pass.namespace is null or s.namespace = v_pass.namespace)
             and s.passes >= 1
             and settle.aged(s, v_now, v_gap) >= settle.grace(s.cause) + s.own_grace
             and case s.cause
@@ -124,13 +146,9 @@ begin
         from unnest(v_absent) as e
         where not exists (select from unnest(v_outcomes) as o where o.task_instance_id = e.task_instance_id)));
 
-    perform
-    from settle.suspicion as s
-    where v_pass.namespace is null or s.namespace = v_pass.namespace
-    order by s.task_instance_id
-    for update;
     delete from settle.suspicion as s
-    where (v_pass.namespace is null or s.namespace = v_pass.namespace)
+    where s.task_instance_id = any(v_judged)
+        and (v_pass.namespace is null or s.namespace = v_pass.namespace)
         and (s.last_seen_at < v_pass.opened_at
             or exists (
                 select
@@ -138,7 +156,8 @@ begin
                 where o.task_instance_id = s.task_instance_id and o.disposition in ('stale', 'duplicate')));
     update settle.suspicion as s
     set age = settle.aged(s, v_now, v_gap), passes = s.passes + 1, counted_at = v_now
-    where v_pass.namespace is null or s.namespace = v_pass.namespace;
+    where s.task_instance_id = any(v_judged)
+        and (v_pass.namespace is null or s.namespace = v_pass.namespace);
 
     delete from settle.stranger as s
     where s.uid in (
