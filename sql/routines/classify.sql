@@ -51,7 +51,7 @@ begin
                 using errcode = 'ST006', hint = 'Times are RFC 3339 with a zone, exit codes and graces whole numbers.';
     end;
     v_init_failed := coalesce(v_init ->> 'state' = 'terminated', false);
-    select c.condition ->> 'reason' into v_disruption
+    select coalesce(c.condition ->> 'reason', c.condition ->> 'type') into v_disruption
     from jsonb_array_elements(v_conditions) as c (condition)
     where c.condition ->> 'type' in ('DisruptionTarget', 'TerminationTarget') and c.condition ->> 'status' = 'True'
     limit 1;
@@ -63,7 +63,13 @@ begin
     if not v.final then
         v.reason := case
             when v_disruption is not null then v_disruption
-            when v_deletion_at is not null then 'PodDeleted'
+            when v_deletion_at is not null then coalesce((
+                -- What the pod itself names as its end (NodeLost) says more than that it is being deleted.
+                select v_pod_reason
+                from settle.failure_rule as r
+                where r.enabled and r.failure_kind = 'infra' and r.reason = '$pod' and r.pod_message is null
+                    and v_pod_reason ~* r.pod_reason
+                limit 1), 'PodDeleted')
             when v_state = 'waiting' and coalesce(v_container_reason, 'PodInitializing') = 'PodInitializing'
                 then coalesce(v_init ->> 'reason', v_container_reason)
             when v_state = 'waiting' then v_container_reason
@@ -162,7 +168,7 @@ begin
             when '$container' then v_container_reason
             when '$init' then v_init ->> 'reason'
             when '$condition' then (
-                select c.condition ->> 'reason'
+                select coalesce(c.condition ->> 'reason', c.condition ->> 'type')
                 from jsonb_array_elements(v_conditions) as c (condition)
                 where c.condition ->> 'type' ~ v_rule.condition_type
                     and c.condition ->> 'status' = coalesce(v_rule.condition_status, 'True')

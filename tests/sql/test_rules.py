@@ -170,3 +170,41 @@ def test_a_setting_takes_only_its_kind(connection: Connection, name: str, value:
 def test_evicted_without_a_word_why_is_no_kind(connection: Connection, attempt) -> None:
     assert classify(connection, evicted(attempt) | {"pod_message": None})[1:3] == (None, "Evicted")
     assert classify(connection, evicted(attempt))[1:3] == ("infra", "Evicted")
+
+
+def final(row) -> tuple[object, ...]:
+    return row["final"], row["reason"], row["silence"], row["overdue_kind"], row["overdue_reason"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, (False, "PodDeleted", "terminating", "infra", "PodDeleted")),
+        ({"pod_reason": "NodeLost"}, (False, "NodeLost", "terminating", "infra", "NodeLost")),
+        ({"pod_reason": "Evicted"}, (False, "PodDeleted", "terminating", "infra", "PodDeleted")),
+        (
+            {
+                "conditions": [
+                    {
+                        "type": "DisruptionTarget",
+                        "status": "True",
+                        "reason": "DeletionByTaintManager",
+                    }
+                ]
+            },
+            (False, "DeletionByTaintManager", "terminating", "infra", "DeletionByTaintManager"),
+        ),
+        (
+            {"conditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            (False, "DisruptionTarget", "terminating", "infra", "DisruptionTarget"),
+        ),
+    ],
+)
+def test_a_pod_that_is_being_deleted_says_why(
+    connection: Connection, attempt, facts, expected
+) -> None:
+    row = connection.execute(
+        "select * from settle.classify(%s)",
+        (Jsonb(pod(attempt, deletion_at="2026-09-01T10:00:00Z", **facts)),),
+    ).fetchone()
+    assert final(row) == expected
