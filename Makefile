@@ -23,7 +23,7 @@ demo: $(VENV)/.ready ## settle recorded pods into an embedded Postgres and show 
 
 .PHONY: test
 test: $(VENV)/.ready ## run the tests (embedded Postgres; containers too where a Docker engine answers)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 .PHONY: lint
 lint: $(VENV)/.ready ## check style and types of Python and SQL
@@ -36,6 +36,16 @@ lint: $(VENV)/.ready ## check style and types of Python and SQL
 format: $(VENV)/.ready ## format the Python code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+.PHONY: cluster-test
+cluster-test: $(VENV)/.ready ## prove it on a real Kubernetes on this machine (as root), or on E2E_KUBECONFIG's
+	$(BIN)/python -m pytest tests/cluster
+
+# The one file is compiled for the Python that runs it in the task's image; Debian's is the usual one.
+SHIM_PYTHON ?= $(firstword $(wildcard /usr/bin/python3) $(PYTHON))
+.PHONY: shim
+shim: ## make agent-shim: one file, and a bundle for images without Python, in dist/agent-shim
+	$(SHIM_PYTHON) -m agent_shim.packing dist/agent-shim
 
 .PHONY: bench
 bench: $(VENV)/.ready ## measure, as ratios in one run
