@@ -35,6 +35,10 @@ grant select on settle.unsettled, settle.settlements, settle.refunds, settle.fai
 settle.suspicions, settle.pushes, settle.provisional
 to settle_reader, settle_operator, settle_reconciler;
 
+-- Functions in a view run with the rights of its reader.
+grant execute on function settle.clock(), settle.grace(text), settle.setting_value(text)
+to settle_reader, settle_operator, settle_reconciler;
+
 -- What only some hosts have: an orchestrator's calls.
 do $$
 declare

@@ -30,6 +30,7 @@ create or replace function settle.setting_value(p_name text)
 returns text
 language sql
 stable
+security definer
 set search_path = pg_catalog, pg_temp
 as $$ select s.value from settle.setting as s where s.name = p_name $$;
 comment on function settle.setting_value(text) is 'A setting''s value.';

@@ -5,6 +5,7 @@ create or replace function settle.grace(p_cause text)
 returns interval
 language sql
 stable
+security definer
 set search_path = pg_catalog, pg_temp
 as $$ select settle.setting_value(p_cause || '_after')::interval $$;
 comment on function settle.grace(text) is 'How long a suspicion of this cause must last.';
