@@ -93,8 +93,6 @@ def test_every_constraint_is_named_by_its_meaning(connection: Connection) -> Non
     assert rows == []
 
 
-# A function in a view runs with the rights of whoever reads the view.
-READ_BY_VIEWS = {"clock", "grace", "setting_value"}
 EXPECTED = {
     "settle_agent": {"report", "push"},
     "settle_reconciler": {"open_pass", "note_clock", "settle_pods", "close_pass", "classify"},
