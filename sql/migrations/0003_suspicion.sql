@@ -19,6 +19,7 @@ create table settle.suspicion (
     passes integer not null default 0,
     counted_at timestamptz,
     age interval not null default interval '0',
+    seen_by bigint[] not null default '{}',
     constraint suspicion_pkey primary key (task_instance_id),
     constraint suspicion_cause_check check (cause in ('absent', 'pending', 'terminating', 'no_record')),
     constraint suspicion_counted_check check ((passes = 0) = (counted_at is null)),
@@ -29,6 +30,7 @@ comment on table settle.suspicion is
 comment on column settle.suspicion.own_grace is 'what the pod itself may take on top of the setting';
 comment on column settle.suspicion.age is
 'time between complete passes that saw it, as far as their gaps are no longer than setting pass_gap';
+comment on column settle.suspicion.seen_by is 'the open passes that saw it: only these count it';
 comment on column settle.suspicion.counted_at is 'when the last complete pass that saw it was closed';
 
 -- The view of what a late success would still replace reads these alone.

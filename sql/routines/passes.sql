@@ -141,7 +141,7 @@ begin
         left join unnest(v_outcomes) as o on o.ord = m.ord
         order by m.ord);
 
-    perform settle.suspect(array(
+    perform settle.suspect(p_pass, array(
         select (
             m.ord, m.task_instance_id, o.try_number, m.attempt_id, m.created_at, 'failed',
             case when (m.verdict).final then (m.verdict).failure_kind else (m.verdict).overdue_kind end,
@@ -215,7 +215,8 @@ begin
     end if;
     perform settle.count_outcomes(p_pass, v_rows);
     update settle.pass as p
-    set closed_at = settle.clock(), complete = coalesce(p_complete, false)
+    -- A clock that stepped back must not keep a pass open.
+    set closed_at = greatest(settle.clock(), p.opened_at), complete = coalesce(p_complete, false)
     where p.id = p_pass;
     delete from settle.lease as l where l.pass_id = p_pass;
     return query select r.* from unnest(v_rows) as r;

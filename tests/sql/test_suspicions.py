@@ -289,6 +289,37 @@ def test_two_passes_at_once_do_not_end_each_others_suspicions(host: Host, passes
     assert [s["cause"] for s in passes.suspicions()] == ["no_record"]
 
 
+def test_two_doubtful_pods_of_one_attempt_ripen_all_the_same(host: Host, passes: Passes) -> None:
+    attempt = running(host, retries=1)
+    pods = [silent(attempt), terminating(attempt)]
+    passes.run(*pods)
+    passes.every(61, 1, *reversed(pods))
+    assert host.row(attempt.id)["state"] == "up_for_retry"
+
+
+def test_i6_a_pass_counts_only_what_it_saw_itself(host: Host, passes: Passes) -> None:
+    """A long pass that began before the end must not count what a short one beside it saw."""
+    attempt = running(host)
+    passes.later(1)
+    long = host.c.execute("select settle.open_pass(null, 'podsettle', 'files') as id").fetchone()
+    assert long
+    passes.later(1)
+    passes.run(silent(attempt))
+    passes.later(70)
+    passes.close(long["id"], complete=True, seen=[attempt.id])
+    assert [s["passes"] for s in passes.suspicions()] == [1]
+    assert host.row(attempt.id)["state"] == "running"
+
+
+def test_an_absence_is_settled_as_what_it_is_at_the_end(host: Host, passes: Passes) -> None:
+    attempt = host.dispatch(host.create())
+    passes.later(1)
+    passes.run()
+    host.start(attempt)
+    passes.every(61, 1)
+    assert ledger(host.c, attempt.id)[0]["reason"] == "PodDeleted"
+
+
 # --- time ----------------------------------------------------------------------------------------
 
 
