@@ -207,7 +207,7 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_rows settle.settled_pod[] := '{}';
+    v_rows settle.settled_pod[] := array[]::settle.settled_pod[];
 begin
     perform settle.check_open_pass(p_pass);
     if p_complete then

@@ -59,7 +59,12 @@ begin
         evidence = excluded.evidence,
         own_grace = excluded.own_grace,
         seen_by = array(
-            select p.id from settle.pass as p where p.id = any(s.seen_by || p_pass) and p.closed_at is null);
+            select p.id
+            from settle.pass as p
+            where p.id = any(s.seen_by || p_pass) and p.closed_at is null
+            -- Passes that were killed never close.
+            order by p.id desc
+            limit 16);
 end
 $$;
 comment on function settle.suspect(bigint, settle.evidence[]) is 'Keeps what is only suspected.';
@@ -82,7 +87,7 @@ declare
     v_gap interval := settle.setting_value('pass_gap')::interval;
     v_pass settle.pass;
     v_judged uuid[];
-    v_absent settle.evidence[] := '{}';
+    v_absent settle.evidence[] := array[]::settle.evidence[];
     v_ripe settle.evidence[];
     v_outcomes settle.outcome[];
 begin

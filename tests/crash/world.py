@@ -149,7 +149,7 @@ def end(connection: Connection) -> dict[str, Any]:
         "ledger": [_shown(row, {"id"}, {"settled_at", "next_try_at", "pass_id"}) for row in ledger],
         "outbox": Counter((*number[row["settlement_id"]], row["listener"]) for row in outbox),
         "suspicions": [
-            _shown(row, {"age"}, {"first_seen_at", "last_seen_at", "counted_at"})
+            _shown(row, {"age", "seen_by"}, {"first_seen_at", "last_seen_at", "counted_at"})
             for row in suspicions
         ],
         "leases": connection.execute("select scope from settle.lease").fetchall(),

@@ -165,9 +165,11 @@ def test_a_record_that_cannot_be_written_changes_nothing(shim, tmp_path, path, s
 
 def test_a_read_only_disk_changes_nothing(shim, tmp_path) -> None:
     # In a name space of its own the record's folder and every place to work are read-only.
+    # Their content stays: the checkout and its Python may lie there.
     script = (
-        "for d in /tmp /var/tmp /dev/shm; do mount -t tmpfs -o ro none $d; done;"
-        f' mount -t tmpfs -o ro none {tmp_path} 2>/dev/null; exec "$@"'
+        f"for d in /tmp /var/tmp /dev/shm {tmp_path}; do"
+        " mount --bind $d $d && mount -o remount,bind,ro $d || exit 99; done;"
+        ' exec "$@"'
     )
     wrap = (
         "unshare",
@@ -178,7 +180,6 @@ def test_a_read_only_disk_changes_nothing(shim, tmp_path) -> None:
         script,
         "sh",
     )
-    # The shim must not be under what is hidden.
     shim.prefix = [sys.executable, "-c", "from agent_shim.__main__ import main; main()"]
     ended = shim.run(
         *("/bin/sh", "-c", "echo ${PODSETTLE_RESCHEDULE_FILE-none}; exit 4"),
