@@ -25,12 +25,16 @@ demo: $(VENV)/.ready ## settle recorded pods into an embedded Postgres and show 
 test: $(VENV)/.ready ## run the tests (embedded Postgres; containers too where a Docker engine answers)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
+KUBERNETES := 1.36
+MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard k8s/base/*.yaml k8s/overlays/*/*.yaml k8s/samples/*.yaml))
+
 .PHONY: lint
 lint: $(VENV)/.ready ## check style and types of Python and SQL
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/sqlfluff lint --disable-progress-bar sql
+	$(BIN)/kubernetes-validate --strict --quiet -k $(KUBERNETES) $(MANIFESTS)
 
 .PHONY: format
 format: $(VENV)/.ready ## format the Python code
