@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from agent_shim.packing.bundle import make_bundle
+from tests.needs import needs
 from tests.shim.harness import PATIENCE, ControlPlane, Shim, alive
 from tests.shim.record_table import CASES
 from tests.shim.test_processes import AS_PID_1
 from tests.shim.test_record import check
 
 SUCCESS = {"v": 1, "outcome": "success"}
+pytestmark = needs("cc", "openssl", "setpriv", "unshare")
 CHROOT = ("chroot",) if os.geteuid() == 0 else ("unshare", "--map-root-user", "chroot")
 
 

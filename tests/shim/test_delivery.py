@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-import shutil
 import signal
 import socket
 import ssl
@@ -12,6 +11,7 @@ import subprocess
 
 import pytest
 
+from tests.needs import needs
 from tests.shim.harness import ControlPlane, child
 
 SUCCESS = {"v": 1, "outcome": "success", "attempt_id": "attempt-1"}
@@ -324,12 +324,11 @@ def test_no_push_folder_without_a_receiver(shim) -> None:
     assert "PODSETTLE_RESCHEDULE_FILE" in ended.out
 
 
+@needs("openssl")
 def test_https_with_a_certificate_of_ones_own(shim, tmp_path) -> None:
-    openssl = shutil.which("openssl")
-    assert openssl, "apt-get install openssl"
     subprocess.run(
         [
-            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
             *("-nodes", "-keyout", "key.pem", "-out", "cert.pem", "-days", "2"),
             *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
         ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import agent_shim
+from tests.needs import needs
 from tests.shim.harness import CHILD, Shim, child
 
 PACKAGE = Path(agent_shim.__file__).parent
@@ -163,6 +164,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(shim, tmp_path, path, s
         assert len(ended.err.splitlines()) == 1
 
 
+@needs("unshare")
 def test_a_read_only_disk_changes_nothing(shim, tmp_path) -> None:
     # In a name space of its own the record's folder and every place to work are read-only.
     # Their content stays: the checkout and its Python may lie there.

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
 from tests.shim.harness import Shim, alive, child, children
 
 SUCCESS = {"v": 1, "outcome": "success"}
 # The shim as PID 1 of a process namespace of its own, as in a container.
+pytestmark = needs("unshare")
 AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 if os.geteuid() != 0:
     AS_PID_1 = (AS_PID_1[0], "--user", "--map-root-user", *AS_PID_1[1:])
