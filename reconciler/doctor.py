@@ -16,6 +16,7 @@ from reconciler.listing import Cluster, KubernetesRefused, KubernetesUnreachable
 from reconciler.release import FINALIZER
 
 _CLOCK_SKEW_WARN: Final = 5.0
+_ENDED: Final = frozenset({"Succeeded", "Failed"})
 _FEW: Final = 3
 _TERMINATION_LOG: Final = "/dev/termination-log"
 
@@ -137,7 +138,7 @@ def check_pods(listing: Listing, connection: database.Connection | None) -> Iter
         listing: The pods, nothing of them read yet.
         connection: For the clock; None if there is no database.
     """
-    seen = held = 0
+    seen = going = loose = 0
     problems: Counter[str] = Counter()
     example: dict[str, str] = {}
     pins: Counter[str] = Counter()
@@ -147,7 +148,9 @@ def check_pods(listing: Listing, connection: database.Connection | None) -> Iter
                 yield from _clock(listing, connection)
             for facts in page.pods:
                 seen += 1
-                held += FINALIZER in facts.finalizers
+                if facts.container.state != "terminated" and facts.phase not in _ENDED:
+                    going += 1
+                    loose += FINALIZER not in facts.finalizers
                 if facts.restarts:
                     pins["restartPolicy is not Never: a task may run twice in one pod"] += 1
                 if facts.container.message_policy not in (None, "File"):
@@ -175,11 +178,12 @@ def check_pods(listing: Listing, connection: database.Connection | None) -> Iter
         yield Finding(
             Health.ADVICE, f"{n} pods: {problem}; k8s/overlays/hold pins what can be pinned"
         )
-    if held < seen:
+    # One that has ended may have been let go: nothing of it is lost any more.
+    if loose:
         yield Finding(
             Health.ADVICE,
-            f"{seen - held} of {seen} pods have no finalizer {FINALIZER}: if they are deleted "
-            "between two passes their records are lost; k8s/overlays/hold adds it",
+            f"{loose} of {going} pods that have not ended have no finalizer {FINALIZER}: if they "
+            "are deleted between two passes their records are lost; k8s/overlays/hold adds it",
         )
     if listing.incomplete_because is not None:
         yield Finding(Health.BAD, f"the list is incomplete: {listing.incomplete_because}")

@@ -82,8 +82,9 @@ class Releaser:
                 continue
             try:
                 if FINALIZER in facts.finalizers:
-                    self._count(self.release(facts))
-                    if row["disposition"] == "unmatched":
+                    gone = self.release(facts)
+                    self._count(gone)
+                    if gone is Gone.RELEASED and row["disposition"] == "unmatched":
                         lost.append(facts)
                 elif self._is_old(facts, row):
                     self._count(self.delete(facts))
@@ -109,7 +110,7 @@ class Releaser:
         """Remove the finalizer from one pod, if it is still the one that was read.
 
         Raises:
-            KubernetesRefused: The account may not patch pods.
+            KubernetesRefused: The account may not patch pods, or there is no good answer.
         """
         index = facts.finalizers.index(FINALIZER)
         path = f"/metadata/finalizers/{index}"
@@ -125,7 +126,7 @@ class Releaser:
         """Delete one pod, if it is still the one that was read.
 
         Raises:
-            KubernetesRefused: The account may not delete pods.
+            KubernetesRefused: The account may not delete pods, or there is no good answer.
         """
         body = {
             "preconditions": {"uid": facts.uid, "resourceVersion": facts.resource_version},
@@ -146,10 +147,17 @@ class Releaser:
         except self._refused as error:
             if error.status == 404:
                 return Gone.MISSING
-            # 422: a test of the patch failed; 409: a precondition.
-            if error.status in (409, 422):
+            body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else ""
+            body = body or str(error.body or "")
+            # 422: a test of the patch failed, or somebody's admission policy; 409: a precondition.
+            if error.status in (409, 422) and "admission" not in body.lower():
                 return Gone.CHANGED
             said = text.escape(text.clip(str(error.reason or "no reason given"), MAX_WORD))
+            if error.status not in (401, 403):
+                raise KubernetesRefused(
+                    f"Kubernetes answered {error.status} {said} to {verb} pod "
+                    f"{text.quote(facts.pod)}; the next pass tries again"
+                ) from error
             raise KubernetesRefused(
                 f"Kubernetes does not allow to {verb} pods in namespace "
                 f"{text.quote(facts.namespace)}: {error.status} {said}; apply k8s/overlays/hold, "

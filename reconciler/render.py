@@ -167,9 +167,11 @@ def json_document(value: object) -> str:
 
 def loss(facts: PodFacts, row: Mapping[str, Any]) -> str:
     """Return what is lost if a held pod goes now, in one sentence."""
-    said = "no record" if facts.record is None else f"the record {facts.record.outcome!r}"
+    said = "its end" if facts.record is None else f"the record {facts.record.outcome!r}"
     if row["disposition"] is None:
         return f"{said} is lost, unless it was settled"
+    if row["disposition"] == "duplicate" and not row["final"]:
+        return "settled already; it has not ended, and a late record of it is lost"
     if row["disposition"] in ("duplicate", "stale"):
         return "settled already, nothing is lost"
     if row["disposition"] == "unmatched":

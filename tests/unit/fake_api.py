@@ -23,7 +23,9 @@ class FakeApi:
 
     Attributes:
         faults: What happens to a request instead of an answer, by the number of the request.
-        requests: Path and query of each request so far.
+        requests: Path and query of each list so far.
+        write_faults: What happens to a patch or delete instead of an answer, by pod.
+        writes: Method, path and body of each patch and delete so far.
         url: The address.
     """
 
@@ -40,6 +42,8 @@ class FakeApi:
         self.faults = dict(faults or {})
         self.date = date
         self.requests: list[tuple[str, dict[str, str]]] = []
+        self.write_faults: dict[str, Fault] = {}
+        self.writes: list[tuple[str, str, Any]] = []
         self.connections = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -118,6 +122,22 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, self.pod_list(unquote(split.path), query))
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    def do_PATCH(self) -> None:
+        self.write()
+
+    def do_DELETE(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        path = unquote(urlsplit(self.path).path)
+        self.api.writes.append((self.command, path, body))
+        fault = self.api.write_faults.get(path.rpartition("/")[2])
+        if fault is not None:
+            fault(self)
+        else:
+            self.answer(200, {"kind": "Pod", "apiVersion": "v1"})
 
     def pod_list(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
         parts = path.strip("/").split("/")
