@@ -7,16 +7,19 @@ another contract; 5 Kubernetes unreachable or forbidden; 1 a bug.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from reconciler import __version__, database, passes, pods, render
+from reconciler import __version__, database, delivery, listeners, passes, pods, render
 from reconciler import listing as source
 from reconciler.install import UnknownHost, script_for_psql
 from reconciler.install import install as install_sql
@@ -126,6 +129,162 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that choose pods of a cluster or of files."""
     return cluster_options(_PODS_OPTION(command))
+
+
+_LISTENER_OPTIONS = (
+    option(
+        "--listeners",
+        "listener_names",
+        env="LISTENERS",
+        metavar="NAME,…",
+        help="Who is told; registered if need be [default: all that are registered].",
+    ),
+    option(
+        "--deliver-within",
+        env="DELIVER_WITHIN",
+        type=click.FloatRange(min=0),
+        default=15.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Begin no further event after this long; 0 leaves delivery to others.",
+    ),
+    option(
+        "--event-timeout",
+        env="EVENT_TIMEOUT",
+        type=click.FloatRange(min=0.1),
+        default=10.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long a listener may take for one event before its process is killed.",
+    ),
+)
+
+
+_METRICS_OPTIONS = (
+    option(
+        "--metrics-file",
+        env="METRICS_FILE",
+        metavar="FILE",
+        help="Write the metrics there, for node_exporter's textfile collector (name.prom).",
+    ),
+    option(
+        "--pushgateway",
+        env="PUSHGATEWAY",
+        metavar="URL",
+        help="Push the metrics to this Pushgateway.",
+    ),
+)
+
+
+def metrics_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add where metrics go."""
+    for add in reversed(_METRICS_OPTIONS):
+        command = add(command)
+    return command
+
+
+def send_metrics(
+    settle: database.Settle, metrics_file: str | None, pushgateway: str | None
+) -> bool:
+    """Write and push the metrics; what goes wrong is logged. Returns whether all went well."""
+    if not metrics_file and not pushgateway:
+        return True
+    from reconciler import metrics
+
+    well = True
+
+    def attempt(what: str, send: Callable[[], None]) -> None:
+        nonlocal well
+        try:
+            send()
+        except metrics.MetricsNotWritten as failed:
+            render.log().error(what, problem=str(failed))
+            well = False
+
+    try:
+        rows = settle.metrics()
+    except database.DatabaseRefused as refused:
+        render.log().error("metrics not read", problem=str(refused))
+        return False
+    if metrics_file:
+        attempt("metrics not written", lambda: metrics.write_textfile(rows, Path(metrics_file)))
+    if pushgateway:
+        attempt("metrics not pushed", lambda: metrics.push(rows, pushgateway))
+    return well
+
+
+def listener_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of delivery to listeners."""
+    for add in reversed(_LISTENER_OPTIONS):
+        command = add(command)
+    return command
+
+
+class Courier:
+    """Delivers events around a pass; what goes wrong is logged and changes nothing else.
+
+    Args:
+        settle: The database.
+        dsn: The same one, for the processes of the listeners.
+        names: What --listeners says.
+        limits: How long it may take.
+    """
+
+    def __init__(
+        self, settle: database.Settle, dsn: str, names: str | None, limits: delivery.Limits
+    ) -> None:
+        self._settle, self._dsn, self._limits = settle, dsn, limits
+        self._names = None if names is None else names.replace(",", " ").split()
+
+    @property
+    def unknown(self) -> list[str]:
+        """The named listeners that are not installed here."""
+        return sorted(set(self._names or ()) - listeners.installed())
+
+    def register(self) -> None:
+        """Register the named listeners, so that what is settled from now on is kept for them."""
+        for name in self._names or ():
+            try:
+                on = self._settle.ensure_listeners([name])
+            except database.DatabaseRefused as refused:
+                render.log().error("listener not registered", problem=str(refused))
+                continue
+            if not on:
+                render.log().warning("listener is off", listener=name, meaning="unregistered")
+
+    def prepare(self) -> None:
+        """Register before a pass, and say what will not be delivered."""
+        for name in self.unknown:
+            render.log().error("listener not installed", listener=name)
+        self.register()
+
+    def deliver(self) -> list[delivery.Delivered]:
+        """Deliver what is due, and log it.
+
+        Raises:
+            DatabaseRefused: The database failed.
+        """
+        done = delivery.deliver(self._settle, self._dsn, self._limits, self._names)
+        logger = render.log()
+        for one in done:
+            for problem in one.problems:
+                logger.warning("delivery problem", listener=one.listener, problem=problem)
+            logger.info(
+                "delivery finished",
+                listener=one.listener,
+                delivered=one.delivered,
+                failed=one.failed,
+                set_aside=one.set_aside,
+            )
+        return done
+
+    def try_to_deliver(self) -> None:
+        """Deliver after a pass."""
+        if self._limits.within > 0:
+            try:
+                self.deliver()
+            except (database.DatabaseRefused, OSError) as failed:
+                render.log().error("not delivered", problem=str(failed))
 
 
 def connected(dsn: str | None) -> database.Connection:
@@ -293,6 +452,8 @@ def install(dsn: str | None, host: str, print_only: bool) -> None:
     metavar="SECONDS",
     help="How long to wait for another pass of the same scope.",
 )
+@listener_options
+@metrics_options
 @output_option
 def reconcile(
     dsn: str | None,
@@ -300,53 +461,68 @@ def reconcile(
     dry_run: bool,
     wait: float,
     delete_after: int | None,
+    listener_names: str | None,
+    deliver_within: float,
+    event_timeout: float,
+    metrics_file: str | None,
+    pushgateway: str | None,
     output: str,
     **choice: Any,
 ) -> None:
-    """Run one pass: list pods, settle what they say."""
+    """Run one pass: list pods, settle what they say, tell the listeners."""
     from_api = choice["pods_path"] is None
     if complete and from_api:
         raise click.UsageError("--complete is for --pods; a list from the API says so itself")
     if delete_after is not None and not from_api:
         raise click.UsageError("--delete-after is for pods of the API, not for --pods")
     table = render.PassTable(dry_run=dry_run)
-    with connected(dsn) as connection, progress("settling") as advance:
-        settle = database.Settle(connection)
-        listing, namespace, cluster = listing_of(**choice)
-        releaser = None if cluster is None else Releaser(cluster, seconds_or_none(delete_after))
-        scope = passes.Scope(
-            namespace=namespace,
-            profile=choice["profile"],
-            source="api" if from_api else "files",
-            # Pods that a selector of one's own leaves out are not absent.
-            judges_absence=complete or (from_api and choice["selector"] is None),
-        )
-
-        def show(rows: list[database.Row]) -> None:
-            advance(len(rows))
-            if output == "json":
-                for row in rows:
-                    click.echo(render.json_line(row))
-            else:
-                table.add(rows)
-
-        if dry_run:
-            done = passes.dry_run(settle, listing, scope, show)
-        else:
-            done = passes.run(
-                settle,
-                listing,
-                scope,
-                show,
-                lease_wait=wait,
-                after_commit=None if releaser is None else letting_go(releaser),
+    with contextlib.ExitStack() as around:
+        settle = database.Settle(around.enter_context(connected(dsn)))
+        if not dry_run:
+            limits = delivery.Limits(within=deliver_within, each=event_timeout)
+            courier = Courier(settle, str(dsn), listener_names, limits)
+            courier.prepare()
+            # Also after a pass that failed: what others settled is to be told.
+            around.callback(send_metrics, settle, metrics_file, pushgateway)
+            around.callback(courier.try_to_deliver)
+        with progress("settling") as advance:
+            listing, namespace, cluster = listing_of(**choice)
+            releaser = None if cluster is None else Releaser(cluster, seconds_or_none(delete_after))
+            scope = passes.Scope(
+                namespace=namespace,
+                profile=choice["profile"],
+                source="api" if from_api else "files",
+                # Pods that a selector of one's own leaves out are not absent.
+                judges_absence=complete or (from_api and choice["selector"] is None),
             )
-    if output == "table":
-        table.show(render.console(), done.counts)
-    tell(done, scope, releaser)
-    if releaser is not None and releaser.done.refused is not None:
-        raise Refusal(f"{releaser.done.refused}; everything is settled all the same", KUBERNETES)
-    finish(done.incomplete_because, done.problems)
+
+            def show(rows: list[database.Row]) -> None:
+                advance(len(rows))
+                if output == "json":
+                    for row in rows:
+                        click.echo(render.json_line(row))
+                else:
+                    table.add(rows)
+
+            if dry_run:
+                done = passes.dry_run(settle, listing, scope, show)
+            else:
+                done = passes.run(
+                    settle,
+                    listing,
+                    scope,
+                    show,
+                    lease_wait=wait,
+                    after_commit=None if releaser is None else letting_go(releaser),
+                )
+        if output == "table":
+            table.show(render.console(), done.counts)
+        tell(done, scope, releaser)
+        if releaser is not None and releaser.done.refused is not None:
+            raise Refusal(
+                f"{releaser.done.refused}; everything is settled all the same", KUBERNETES
+            )
+        finish(done.incomplete_because, done.problems)
 
 
 def letting_go(releaser: Releaser) -> Callable[[list[pods.PodFacts], list[database.Row]], None]:
@@ -385,13 +561,33 @@ def tell(done: passes.Pass, scope: passes.Scope, releaser: Releaser | None) -> N
 
 @main.command()
 @click.argument("pod", required=False)
+@click.option(
+    "--task",
+    metavar="ID|DAG/RUN/TASK",
+    help="Show the whole history of a task instance instead; [index] for a mapped one.",
+)
 @dsn_option
 @pod_options
 @output_option
-def explain(pod: str | None, dsn: str | None, output: str, **choice: Any) -> None:
-    """Show which rule gives which verdict for POD (or --pods), and why; no task is needed."""
-    if (pod is None) == (choice["pods_path"] is None):
-        raise click.UsageError("name one POD of the cluster, or give --pods")
+def explain(pod: str | None, task: str | None, dsn: str | None, output: str, **choice: Any) -> None:
+    """Show which rule gives which verdict for POD (or --pods), and why; no task is needed.
+
+    With --task: what became of each attempt of a task instance, with the evidence.
+    """
+    if [pod, task, choice["pods_path"]].count(None) != 2:
+        raise click.UsageError("name one POD of the cluster, or give --pods or --task")
+    if task is not None:
+        task_instance_id, names = task_named(task)
+        with connected(dsn) as connection:
+            rows = database.Settle(connection).task_history(task_instance_id, names)
+        if not rows:
+            raise click.UsageError(f"--task {task}: nothing was ever settled of such a task")
+        if output == "json":
+            for row in rows:
+                click.echo(render.json_document(row))
+        else:
+            render.print_history(render.console(), rows)
+        return
     with connected(dsn) as connection:
         listing, _, _ = listing_of(name=pod, **choice)
         found = 0
@@ -439,6 +635,104 @@ def status(dsn: str | None, output: str) -> None:
         click.echo(render.json_document(sections))
     else:
         render.print_status(render.console(), sections)
+
+
+def task_named(task: str) -> tuple[str | None, tuple[str, str, str, int] | None]:
+    """Read what --task names: an id, or dag/run/task with an [index] if it is mapped.
+
+    Raises:
+        click.UsageError: It is neither.
+    """
+    with contextlib.suppress(ValueError):
+        return str(UUID(task)), None
+    found = re.fullmatch(r"([^/]+)/(.+)/([^/]+?)(?:\[(\d{1,9})\])?", task)
+    if found is None:
+        raise click.UsageError("--task is an id, or DAG/RUN/TASK, or DAG/RUN/TASK[INDEX]")
+    dag_id, run_id, task_id, index = found.groups()
+    return None, (dag_id, run_id, task_id, -1 if index is None else int(index))
+
+
+@main.command()
+@dsn_option
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="The page to write: one file that needs nothing else.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3660),
+    default=30,
+    show_default=True,
+    help="How far back.",
+)
+def report(dsn: str | None, html_path: Path, days: int) -> None:
+    """Write a page of what failed, what it cost and what was saved."""
+    from reconciler import report as pages
+
+    with connected(dsn) as connection:
+        figures = database.Settle(connection).report_figures(days)
+    try:
+        html_path.write_text(pages.page(figures), encoding="utf-8")
+    except OSError as failed:
+        raise click.UsageError(f"--html {html_path}: {failed.strerror}") from failed
+    click.echo(f"wrote {html_path}")
+
+
+@main.command()
+@dsn_option
+@metrics_options
+def metrics(dsn: str | None, metrics_file: str | None, pushgateway: str | None) -> None:
+    """Print the metrics for Prometheus, or write and push them."""
+    with connected(dsn) as connection:
+        settle = database.Settle(connection)
+        if metrics_file or pushgateway:
+            if not send_metrics(settle, metrics_file, pushgateway):
+                raise click.exceptions.Exit(INCOMPLETE)
+            return
+        from reconciler import metrics as families
+
+        click.echo(families.as_text(settle.metrics()), nl=False)
+
+
+@main.command()
+@dsn_option
+@listener_options
+@click.option(
+    "--again",
+    metavar="NAME",
+    help="First take up again what was set aside for this listener.",
+)
+def deliver(
+    dsn: str | None,
+    listener_names: str | None,
+    deliver_within: float,
+    event_timeout: float,
+    again: str | None,
+) -> None:
+    """Tell the listeners what is due, by hand; a pass does it by itself."""
+    with connected(dsn) as connection:
+        settle = database.Settle(connection)
+        limits = delivery.Limits(within=deliver_within, each=event_timeout)
+        courier = Courier(settle, str(dsn), listener_names, limits)
+        if courier.unknown:
+            raise click.UsageError(
+                f"--listeners: {', '.join(courier.unknown)} is not installed here; "
+                f"known: {', '.join(sorted(listeners.installed()))}"
+            )
+        courier.register()
+        if again is not None:
+            click.echo(f"{again}: {settle.retry_events(again)} events taken up again")
+        done = courier.deliver()
+    for one in done:
+        click.echo(
+            f"{one.listener}: {one.delivered} delivered, {one.failed} failed, "
+            f"{one.set_aside} set aside"
+        )
+    if not done:
+        click.echo("nothing is due")
 
 
 @main.command()

@@ -262,6 +262,112 @@ class Settle:
             {"pass": pass_id, "complete": complete, "seen": list(seen)},
         )
 
+    def ensure_listeners(self, names: Sequence[str]) -> list[str]:
+        """Register listeners that are not known yet; returns those of the names that are on."""
+        rows = self._call(
+            "the listeners cannot be registered",
+            "select l.name from settle.ensure_listeners(%(names)s::text[]) as l (name)",
+            {"names": list(names)},
+        )
+        return [row["name"] for row in rows]
+
+    def listeners(self) -> list[Row]:
+        """Return every listener with what is open for it (settle.listeners)."""
+        return self._call(
+            "the listeners cannot be read", "select * from settle.listeners order by name", {}
+        )
+
+    def claim_events(self, listener: str, claim: str, limit: int) -> list[Row]:
+        """Take events in hand for a listener; returns id, tries and event (settle.claimed_event).
+
+        Args:
+            listener: Its name.
+            claim: A UUID of this deliverer.
+            limit: How many at most.
+        """
+        return self._call(
+            "events cannot be claimed",
+            "select * from"
+            " settle.claim_events(%(listener)s::text, %(claim)s::uuid, %(limit)s::integer)",
+            {"listener": listener, "claim": claim, "limit": limit},
+        )
+
+    def event_delivered(self, claim: str, event_id: int) -> bool:
+        """Say that an event was delivered; False if its claim had expired."""
+        rows = self._call(
+            "a delivery cannot be noted",
+            "select settle.events_delivered(%(claim)s::uuid, array[%(id)s::bigint]) as n",
+            {"claim": claim, "id": event_id},
+        )
+        return bool(rows[0]["n"])
+
+    def event_failed(self, claim: str, event_id: int, error: str) -> str:
+        """Say that a delivery failed; returns `again`, `set_aside`, or `lost` (claim expired)."""
+        rows = self._call(
+            "a failed delivery cannot be noted",
+            "select settle.event_failed(%(claim)s::uuid, %(id)s::bigint, %(error)s::text) as said",
+            {"claim": claim, "id": event_id, "error": error},
+        )
+        return str(rows[0]["said"])
+
+    def release_events(self, claim: str) -> int:
+        """Give back what was claimed and not begun; returns how many events."""
+        rows = self._call(
+            "events cannot be given back",
+            "select settle.release_events(%(claim)s::uuid) as n",
+            {"claim": claim},
+        )
+        return int(rows[0]["n"])
+
+    def retry_events(self, listener: str) -> int:
+        """Take up again what was set aside for a listener; returns how many events."""
+        rows = self._call(
+            "what was set aside cannot be taken up again",
+            "select settle.retry_events(%(listener)s::text) as n",
+            {"listener": listener},
+        )
+        return int(rows[0]["n"])
+
+    def metrics(self) -> list[Row]:
+        """Return every metric (settle.metrics): name, kind, help, labels, value."""
+        return self._call(
+            "the metrics cannot be read",
+            "select * from settle.metrics order by name, labels::text",
+            {},
+        )
+
+    def task_history(
+        self, task_instance_id: str | None, names: tuple[str, str, str, int] | None
+    ) -> list[Row]:
+        """Return the ledger of one task instance, oldest first.
+
+        Args:
+            task_instance_id: Its id; or None, then
+            names: dag_id, run_id, task_id, map_index.
+        """
+        dag_id, run_id, task_id, map_index = names or (None, None, None, None)
+        return self._call(
+            "the history cannot be read",
+            "select * from settle.task_history(%(id)s::uuid, %(dag)s::text, %(run)s::text,"
+            " %(task)s::text, %(index)s::integer)",
+            {
+                "id": task_instance_id,
+                "dag": dag_id,
+                "run": run_id,
+                "task": task_id,
+                "index": map_index,
+            },
+        )
+
+    def report_figures(self, days: int) -> Row:
+        """Return the figures of the report (settle.report_figures) of so many days."""
+        rows = self._call(
+            "the figures cannot be read",
+            "select settle.report_figures(%(days)s::integer) as figures",
+            {"days": days},
+        )
+        return cast("Row", rows[0]["figures"])
+
     def may_run_passes(self) -> bool:
         """Return whether this user may call what a pass calls."""
         rows = self._call(
@@ -291,6 +397,10 @@ class Settle:
             " limit 50",
             "passes": "select * from settle.passes order by id desc limit 5",
             "provisional": "select * from settle.provisional order by id desc limit 20",
+            "refunds": "select * from settle.refunds_by_node order by refunds desc, node, reason"
+            " limit 20",
+            "listeners": "select * from settle.listeners order by name",
+            "stuck": "select * from settle.stuck_events order by id limit 20",
         }
         return {
             name: self._call("the status cannot be read", query, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TextIO
 from uuid import UUID
@@ -264,6 +264,55 @@ def print_status(console: Console, sections: Mapping[str, list[Mapping[str, Any]
                 ),
             )
         )
+    if sections["refunds"]:
+        console.print(
+            _sheet(
+                "retries given back in the last 7 days",
+                ("node", "reason", "refunds", "taken back", "last at"),
+                (
+                    (row["node"], row["reason"], row["refunds"], row["taken_back"], row["last_at"])
+                    for row in sections["refunds"]
+                ),
+            )
+        )
+    if sections["listeners"]:
+        console.print(
+            _sheet(
+                "listeners",
+                ("listener", "on", "not delivered", "the oldest for", "set aside"),
+                (
+                    (
+                        row["name"],
+                        row["enabled"],
+                        row["pending"],
+                        row["oldest_age"],
+                        row["set_aside"],
+                    )
+                    for row in sections["listeners"]
+                ),
+            )
+        )
+    if sections["stuck"]:
+        console.print(
+            _sheet(
+                "events that are stuck (podsettle deliver --again LISTENER takes up what was set"
+                " aside)",
+                ("event", "listener", "task", "became", "for", "tries", "set aside", "last error"),
+                (
+                    (
+                        row["id"],
+                        row["listener"],
+                        _task(row),
+                        row["state"],
+                        row["age"],
+                        row["tries"],
+                        row["set_aside"],
+                        row["last_error"],
+                    )
+                    for row in sections["stuck"]
+                ),
+            )
+        )
     if sections["passes"]:
         console.print(
             _sheet(
@@ -284,6 +333,90 @@ def print_status(console: Console, sections: Mapping[str, list[Mapping[str, Any]
         )
     else:
         console.print("no pass has run yet: podsettle reconcile runs one")
+
+
+def print_history(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the ledger of one task instance, attempt by attempt, with the evidence."""
+    console.print(f"[bold]{cell(_task(rows[0]))}[/bold]", highlight=False)
+    attempt = None
+    for row in rows:
+        this = (row["try_number"], row["attempt_id"])
+        if this != attempt:
+            attempt = this
+            console.print(f"[bold]try {row['try_number']}[/bold]", highlight=False)
+        said = " ".join(str(row[k]) for k in ("verdict", "failure_kind", "reason") if row[k])
+        console.print(
+            f"  {cell(_moment(row['settled_at']))}  {cell(said)}: "
+            f"{row['previous_state']} -> {row['state']}"
+            + ("" if row["disposition"] == "settled" else f" ({row['disposition']})")
+            + (" (provisional)" if row["provisional"] else ""),
+            highlight=False,
+        )
+        console.print(f"    {cell(row['why'], 400)}", highlight=False)
+        console.print(f"    {cell(_evidence_line(row), 800)}", highlight=False, style="dim")
+
+
+def _evidence_line(row: Mapping[str, Any]) -> str:
+    """Return whose word a ledger row rests on, in one line."""
+    facts = row["evidence"]
+    told = [
+        {
+            "pass": f"pass {row['pass_id']}",
+            "report": "a report of the agent",
+            "person": f"a person ({row['actor']})",
+        }[row["source"]]
+    ]
+    if row["rule"] and row["source"] == "pass":
+        told.append(f"rule {row['rule']}")
+    if row["pod"]:
+        told.append(f"pod {row['pod']}" + (f" on {row['node']}" if row["node"] else ""))
+    if row["refund"]:
+        word = "given" if row["refund"] == 1 else "taken back"
+        told.append(f"refund {word}, {row['refunds_used']}/{row['refund_cap']}")
+    if isinstance(facts.get("container"), Mapping):
+        # The ledger drops what is null.
+        whole = dict.fromkeys(
+            (
+                "phase",
+                "pod_reason",
+                "pod_message",
+                "restarts",
+                "deletion_at",
+                "deletion_grace_seconds",
+                "termination_grace_seconds",
+                "init",
+                "record",
+                "record_problem",
+            )
+        )
+        container = {
+            name: facts["container"].get(name)
+            for name in ("name", "state", "reason", "exit_code", "finished_at")
+        }
+        init = facts.get("init")
+        conditions = [
+            {name: c.get(name) for name in ("type", "status", "reason", "at")}
+            for c in facts.get("conditions", [])
+        ]
+        told.append(
+            facts_line(
+                {
+                    **whole,
+                    **facts,
+                    "container": container,
+                    "conditions": conditions,
+                    "init": None
+                    if init is None
+                    else {name: init.get(name) for name in ("name", "state")},
+                }
+            )
+        )
+    if "suspected_since" in facts:
+        told.append(
+            f"suspected since {facts['suspected_since']}, "
+            f"seen by {facts.get('complete_passes')} complete passes"
+        )
+    return "; ".join(told)
 
 
 def facts_line(facts: Mapping[str, Any]) -> str:

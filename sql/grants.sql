@@ -10,6 +10,9 @@ grant execute on function settle.settle_pods(bigint, jsonb) to settle_reconciler
 grant execute on function settle.note_clock(bigint, timestamptz, interval) to settle_reconciler;
 grant execute on function settle.close_pass(bigint, boolean, uuid[]) to settle_reconciler;
 grant execute on function settle.classify(jsonb) to settle_reconciler, settle_operator, settle_reader;
+grant execute on function
+settle.task_history(uuid, text, text, text, integer), settle.report_figures(integer)
+to settle_reconciler, settle_operator, settle_reader;
 
 -- An agent speaks for the attempt whose id it knows, and reads nothing.
 grant execute on function
@@ -25,6 +28,16 @@ settle.mark_failed(uuid, text, text, text, text, integer, text),
 settle.clear(uuid, text, text, text, integer, text)
 to settle_operator;
 grant execute on function settle.register_listener(text), settle.unregister_listener(text) to settle_operator;
+grant execute on function settle.retry_events(text, bigint[]) to settle_operator, settle_reconciler;
+
+-- A deliverer, which a pass starts.
+grant execute on function
+settle.ensure_listeners(text[]),
+settle.claim_events(text, uuid, integer),
+settle.events_delivered(uuid, bigint[]),
+settle.event_failed(uuid, bigint, text),
+settle.release_events(uuid)
+to settle_reconciler;
 
 -- Configuration is plain rows: the constraints refuse what cannot be.
 grant select, update (value) on settle.setting to settle_operator;
@@ -32,11 +45,12 @@ grant select, insert, update, delete on settle.refund_policy, settle.failure_rul
 grant select on settle.setting, settle.refund_policy, settle.failure_rule to settle_reader, settle_reconciler;
 
 grant select on settle.unsettled, settle.settlements, settle.refunds, settle.failures, settle.passes,
-settle.suspicions, settle.pushes, settle.provisional
+settle.suspicions, settle.pushes, settle.provisional, settle.listeners, settle.stuck_events,
+settle.metrics, settle.refunds_by_node
 to settle_reader, settle_operator, settle_reconciler;
 
 -- Functions in a view run with the rights of its reader.
-grant execute on function settle.clock(), settle.grace(text), settle.setting_value(text)
+grant execute on function settle.clock(), settle.grace(text), settle.setting_value(text), settle.metric_reason(text)
 to settle_reader, settle_operator, settle_reconciler;
 
 -- What only some hosts have: an orchestrator's calls.

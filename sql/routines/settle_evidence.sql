@@ -136,11 +136,11 @@ begin
                 (d.e).rule, p_source, p_pass, (d.e).namespace, (d.e).pod, (d.e).node, coalesce((d.e).facts, '{}'), d.why
             from decided as d
             where d.new_state is not null
-            returning id, disposition
+            returning id, disposition, task_key
         ),
         told as (
-            insert into settle.outbox (settlement_id, listener, created_at)
-            select g.id, n.name, v_now
+            insert into settle.outbox (settlement_id, listener, task_key, created_at)
+            select g.id, n.name, g.task_key, v_now
             from ledger as g
             cross join settle.listener as n
             where n.enabled and g.disposition <> 'confirmed'

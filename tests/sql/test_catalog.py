@@ -95,10 +95,26 @@ def test_every_constraint_is_named_by_its_meaning(connection: Connection) -> Non
 
 EXPECTED = {
     "settle_agent": {"report", "push"},
-    "settle_reconciler": {"open_pass", "note_clock", "settle_pods", "close_pass", "classify"},
-    "settle_reader": {"classify"},
+    "settle_reconciler": {
+        "open_pass",
+        "note_clock",
+        "settle_pods",
+        "close_pass",
+        "classify",
+        "ensure_listeners",
+        "claim_events",
+        "events_delivered",
+        "event_failed",
+        "release_events",
+        "retry_events",
+        "task_history",
+        "report_figures",
+    },
+    "settle_reader": {"classify", "task_history", "report_figures"},
     "settle_operator": {
         "classify",
+        "task_history",
+        "report_figures",
         "succeed",
         "fail",
         "reschedule",
@@ -106,6 +122,7 @@ EXPECTED = {
         "clear",
         "register_listener",
         "unregister_listener",
+        "retry_events",
         "create_task",
         "dispatch",
         "started",
@@ -114,7 +131,7 @@ EXPECTED = {
 
 for _role in EXPECTED.keys() - {"settle_agent"}:
     # A function in a view runs with the rights of whoever reads the view.
-    EXPECTED[_role] |= {"clock", "grace", "setting_value"}
+    EXPECTED[_role] |= {"clock", "grace", "setting_value", "metric_reason"}
 
 
 @pytest.mark.parametrize("role", sorted(EXPECTED))
