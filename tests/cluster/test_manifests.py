@@ -47,7 +47,7 @@ def test_overlay_is_accepted(kube: Kube, overlay: str) -> None:
 
 
 def test_base_only_reads_pods(kube: Kube) -> None:
-    """The base's RBAC is get and list on pods of its own namespace, and nothing else."""
+    """The base's RBAC is list on pods of its own namespace, and nothing else."""
     kube.apply(kube.overlay("cronjob"))
     assert {verb for verb in VERBS if may(kube, verb, "pods")} == {"list"}
     for resource in ("secrets", "configmaps", "nodes", "events", "jobs", "pods/log", "pods/status"):
@@ -72,7 +72,7 @@ def test_base_forbids_patch(kube: Kube) -> None:
 def test_hold_adds_patch_and_delete(kube: Kube) -> None:
     """The overlay for held pods adds what releasing takes, for pods only."""
     kube.apply(kube.overlay("hold"))
-    assert {verb for verb in VERBS if may(kube, verb, "pods")} == {"get", "list", "patch", "delete"}
+    assert {verb for verb in VERBS if may(kube, verb, "pods")} == {"list", "patch", "delete"}
     assert not may(kube, "patch", "pods/status")
     assert not may(kube, "patch", "pods", namespace="kube-system")
     assert not may(kube, "create", "pods/eviction")
