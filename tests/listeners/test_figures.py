@@ -442,7 +442,7 @@ def test_explain_tells_what_silence_and_a_person_did(
     assert "failed infra PodDeleted: running -> up_for_retry (provisional)" in out
     assert "suspected since" in out
     assert "success: up_for_retry -> success (overrode)" in out
-    assert "a person (postgres); refund taken back, 0/1" in out
+    assert f"a person ({connection.info.user}); refund taken back, 0/1" in out
 
 
 def test_explain_finds_a_task_whose_host_gave_it_another_id(
