@@ -117,7 +117,7 @@ def boundaries(messages: list[str], when: When, source: Source) -> list[int]:
     if everything():
         # A message within a statement has no answer to break off.
         return list(numbers) if when != "mid-answer" and source.name == "files" else statements
-    step = {"after": 5, "before": 13, "mid-answer": 13}[when] * (1 if source.name == "files" else 2)
+    step = {"after": 9, "before": 19, "mid-answer": 19}[when] * (1 if source.name == "files" else 2)
     return statements[(step // 2) :: step]
 
 

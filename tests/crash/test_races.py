@@ -110,7 +110,7 @@ def test_i9_two_at_once_come_to_the_end_that_they_come_to_in_turn(
     """Every pair of actors, each as the first: answers and all that is kept are those of a queue."""
     pairs = [(first, second) for first in ACTORS for second in ACTORS]
     if not everything():
-        pairs = pairs[list(SCENES).index(start) :: 7]
+        pairs = pairs[list(SCENES).index(start) :: 13]
     wrong = []
     waits = 0
     with sessions(database, "first", "second") as (watch, session_pair):
