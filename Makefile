@@ -21,9 +21,12 @@ venv: $(VENV)/.ready ## set up the virtual environment that every target uses
 demo: $(VENV)/.ready ## settle recorded pods into an embedded Postgres and show what was saved
 	$(BIN)/podsettle demo
 
+# Tests wait for processes more than they compute; CI, which also waits for containers, takes it slower.
+WORKERS ?= $(if $(CI),2,4)
+
 .PHONY: test
 test: $(VENV)/.ready ## run the tests (embedded Postgres; containers too where a Docker engine answers)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 KUBERNETES := 1.36
 MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard k8s/base/*.yaml k8s/overlays/*/*.yaml k8s/samples/*.yaml))
