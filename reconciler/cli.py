@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +28,6 @@ from reconciler.release import FINALIZER, Releaser
 INCOMPLETE: Final = 3
 DATABASE: Final = 4
 KUBERNETES: Final = 5
-
-CLOCK_SKEW_WARN: Final = 5.0
-"""Seconds between API server and database that are worth a word."""
 
 
 class Refusal(click.ClickException):
@@ -119,11 +116,18 @@ _PODS_OPTION = option(
 )
 
 
-def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose pods of a cluster."""
-    for add in reversed(_CLUSTER_OPTIONS):
+def with_options(
+    command: Callable[..., Any], options: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Add options to a command, shown in their order."""
+    for add in reversed(options):
         command = add(command)
     return command
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose pods of a cluster."""
+    return with_options(command, _CLUSTER_OPTIONS)
 
 
 def pod_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,9 +182,7 @@ _METRICS_OPTIONS = (
 
 def metrics_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add where metrics go."""
-    for add in reversed(_METRICS_OPTIONS):
-        command = add(command)
-    return command
+    return with_options(command, _METRICS_OPTIONS)
 
 
 def send_metrics(
@@ -215,9 +217,7 @@ def send_metrics(
 
 def listener_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of delivery to listeners."""
-    for add in reversed(_LISTENER_OPTIONS):
-        command = add(command)
-    return command
+    return with_options(command, _LISTENER_OPTIONS)
 
 
 class Courier:
@@ -539,7 +539,7 @@ def tell(done: passes.Pass, scope: passes.Scope, releaser: Releaser | None) -> N
     """Log what a pass did, and a clock that is off."""
     logger = render.log()
     skew = None if done.clock_offset is None else done.clock_offset.total_seconds()
-    if skew is not None and abs(skew) > CLOCK_SKEW_WARN:
+    if skew is not None and abs(skew) > passes.CLOCK_SKEW_WARN:
         logger.warning(
             "clock skew",
             seconds=round(skew, 1),

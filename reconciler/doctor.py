@@ -13,9 +13,9 @@ import psycopg
 
 from reconciler import database
 from reconciler.listing import Cluster, KubernetesRefused, KubernetesUnreachable, Listing
+from reconciler.passes import CLOCK_SKEW_WARN
 from reconciler.release import FINALIZER
 
-_CLOCK_SKEW_WARN: Final = 5.0
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 _FEW: Final = 3
 _TERMINATION_LOG: Final = "/dev/termination-log"
@@ -197,7 +197,7 @@ def _clock(listing: Listing, connection: database.Connection) -> Iterator[Findin
         raise psycopg.OperationalError("the database gave no time")
     age = time.monotonic() - listing.api_date_monotonic
     skew = (listing.api_date - row["now"]).total_seconds() + age + 0.5
-    if abs(skew) > _CLOCK_SKEW_WARN:
+    if abs(skew) > CLOCK_SKEW_WARN:
         yield Finding(
             Health.ADVICE,
             f"the API server's clock is {skew:+.0f} s against the database's; check NTP on both",

@@ -22,6 +22,9 @@ from reconciler.pods import PodFacts
 _OF_OTHERS: Final = frozenset({"stale", "unmatched"})
 _LEASE_POLL_SECONDS: Final = 0.5
 
+CLOCK_SKEW_WARN: Final = 5.0
+"""Seconds between API server and database that are worth a word."""
+
 
 class PassBusy(Exception):  # noqa: N818 -- what happened, in the words of the exit code
     """Another pass of the same scope is at work and did not end in time."""
